@@ -122,7 +122,9 @@ class Trajectory:
         shape = self.token_ids.shape
         for name in ("generated", "log_probs", "weight_versions"):
             if getattr(self, name).shape != shape:
-                raise ValueError(f"trajectory of task {self.task_id}: {name} has shape {getattr(self, name).shape}, token_ids {shape}")
+                raise ValueError(
+                    f"trajectory of task {self.task_id}: {name} has shape {getattr(self, name).shape}, token_ids {shape}"
+                )
 
     @property
     def num_tokens(self) -> int:

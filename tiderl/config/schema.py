@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tiderl.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -167,6 +165,8 @@ class OptimConfig:
 class ScheduleConfig:
     max_staleness: int = 1
     """A trajectory is trained on at most this many weight versions after the one it started with."""
+    on_late: Literal["wait", "drop"] = "wait"
+    """When a group would become too stale: `wait` for it before the next step opens, or `drop` it (counted as stale)."""
 
 
 @dataclass(frozen=True)

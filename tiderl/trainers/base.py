@@ -76,7 +76,9 @@ class Trainer(Protocol):
     def reference_log_probs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         """Reference log-probs, one array [num_tokens] a trajectory, 0.0 where `generated` is False."""
 
-    def train_micro_batch(self, micro_batch: MicroBatch, reference: Sequence[npt.NDArray[np.float32]] | None) -> MicroBatchResult:
+    def train_micro_batch(
+        self, micro_batch: MicroBatch, reference: Sequence[npt.NDArray[np.float32]] | None
+    ) -> MicroBatchResult:
         """Forward and backward; gradients add up locally."""
 
     def end_step(self, *, abandon: bool) -> StepResult:

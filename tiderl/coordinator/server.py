@@ -1,0 +1,289 @@
+"""The live shell of the scheduling core: receives, lets the core decide, performs. A process of its own beside rank 0.
+
+    worker ── event ──▶ handle ──▶ actions ──▶ workers, buffer, task stream, metrics, console
+                          │
+                       journal
+
+It owns what the core only names: the trajectories of finished tasks, the task stream, the run folder. It makes no decision of its
+own, except to declare a silent rank lost.
+
+Invariants (tests/integration/test_coordinator.py):
+
+1. Every event that the core handled is in the journal, with the core's answer, in order.
+2. Actions are performed in the core's order; an action's answer is handled after the action's siblings were performed.
+3. A rank that sends nothing for `timeouts.lost_s` is lost, whatever it was doing.
+4. Whatever ends the job, all ranks are told, and the wait for their farewell is bounded.
+
+Source: paper Appendix B (rank-0 coordinator).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tiderl.config.schema import Config
+from tiderl.coordinator import checkpoints
+from tiderl.coordinator.journal import JournalWriter
+from tiderl.coordinator.membership import Membership
+from tiderl.coordinator.stream import TaskStream
+from tiderl.errors import IllegalEvent, WireError
+from tiderl.observe.console import Console
+from tiderl.observe.metrics import MetricsWriter
+from tiderl.scheduling import actions as ac
+from tiderl.scheduling import events as ev
+from tiderl.scheduling.core import Core
+from tiderl.types import Rank, TaskId, TaskKind, Trajectory
+from tiderl.wire import messages as ms
+from tiderl.wire.sockets import CoordinatorSocket
+
+logger = logging.getLogger(__name__)
+
+#: How often the console is redrawn and silent ranks are looked for.
+HOUSEKEEPING_S = 0.5
+
+
+class Coordinator:
+    """One run of a job."""
+
+    def __init__(
+        self,
+        config: Config,
+        core: Core,
+        stream: TaskStream,
+        wire: CoordinatorSocket,
+        journal: JournalWriter,
+        metrics: MetricsWriter,
+        console: Console,
+        run_dir: Path,
+        world_size: int,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._stream = stream
+        self._wire = wire
+        self._journal = journal
+        self._metrics = metrics
+        self._console = console
+        self._run_dir = run_dir
+        self._codec = ms.wire_codec(config.wire.max_message_bytes)
+        self._members = Membership(world_size, config.timeouts)
+        self._buffer: dict[TaskId, Trajectory] = {}
+        self._states: dict[int, dict[str, Any]] = {}
+        self._inbox: deque[ev.Event] = deque()
+        self._outbox: deque[tuple[Rank, Any]] = deque()
+        self._start_s = time.monotonic()
+        self._next_train_group = core.rollout.num_supplied
+        self._end: ac.Shutdown | None = None
+        #: Did the job end by something that the user can mend?
+        self.user_error = False
+        self._perform: dict[type, Callable[[Any], None]] = {
+            ac.SupplyGroups: self._supply,
+            ac.AssignMicroBatch: self._assign,
+            ac.DropTrajectories: self._drop,
+            ac.SaveCheckpoint: self._save,
+            ac.ReportStep: self._report_step,
+            ac.ReportEvaluation: self._report_evaluation,
+            ac.Note: self._note,
+            ac.Shutdown: self._shutdown,
+        }
+
+    def now_s(self) -> float:
+        """Seconds since the coordinator's start: the core's clock."""
+        return time.monotonic() - self._start_s
+
+    def tell(self, event: ev.Event) -> None:
+        """An event from outside the wire (a signal, the environments)."""
+        self._inbox.append(event)
+
+    @property
+    def engine_generated_tokens(self) -> int:
+        """Generated tokens by the engines' own count, of all ranks that have said farewell."""
+        return sum(farewell.total_generated_tokens for farewell in self._members.farewells.values())
+
+    async def run(self) -> ac.Shutdown:
+        """Serve until the core ends the job and the ranks have left; returns the core's last word."""
+        await self._settle()
+        receiving = asyncio.ensure_future(self._wire.recv())
+        try:
+            while self._end is None:
+                await asyncio.wait({receiving}, timeout=self._next_wake_s())
+                while receiving.done() and self._end is None:
+                    self._take(receiving)
+                    receiving = asyncio.ensure_future(self._wire.recv())
+                    await asyncio.sleep(0)
+                self._housekeep()
+                await self._settle()
+            await self._say_farewell(receiving)
+        finally:
+            receiving.cancel()
+        return self._end
+
+    # --- from the wire to the core --------------------------------------------------------------------------------
+
+    def _next_wake_s(self) -> float:
+        deadline_s = self._core.next_deadline_s()
+        return HOUSEKEEPING_S if deadline_s is None else max(0.0, min(HOUSEKEEPING_S, deadline_s - self.now_s()))
+
+    def _take(self, received: asyncio.Future[tuple[int, list[bytes]]]) -> None:
+        """One message of a rank: facts for the core go to the inbox, data to the buffer."""
+        try:
+            number, frames = received.result()
+            message = self._codec.decode(frames)
+        except WireError as error:
+            logger.warning("a message is ignored: %s", error)
+            return
+        rank = Rank(number)
+        self._members.heard(rank, self.now_s())
+        if isinstance(message, ms.TrajectoryMessage):
+            self._buffer[message.event.task_id] = message.trajectory
+            self._inbox.append(message.event)
+        elif isinstance(message, ms.Heartbeat):
+            self._members.beat(message)
+        elif isinstance(message, ms.Hello):
+            logger.info("rank %d is process %d on %s", rank, message.pid, message.host)
+        elif isinstance(message, ms.RankFailed):
+            self.user_error |= message.user_error
+            self._inbox.append(ev.RankLost(rank, message.reason))
+        elif isinstance(message, ms.Farewell):
+            self._members.left(message)
+        else:
+            self._inbox.append(message)
+
+    async def _settle(self) -> None:
+        """Let the core handle everything in the inbox, and perform its answers."""
+        deadline_s = self._core.next_deadline_s()
+        if deadline_s is not None and self.now_s() >= deadline_s:
+            self._inbox.append(ev.Tick())
+        while self._inbox:
+            for action in self._handle(self._inbox.popleft()):
+                self._do(action)
+        while self._outbox:
+            await self._send(*self._outbox.popleft())
+
+    def _handle(self, event: ev.Event) -> tuple[ac.Action, ...]:
+        """The core's answer to one event, journaled. An illegal one is a bug of a rank or of the core: it ends the job."""
+        now_s = self.now_s()
+        try:
+            actions = self._core.handle(event, now_s)
+        except IllegalEvent as error:
+            logger.error("illegal event %s: %s", event, error)
+            if self._end is not None:
+                return ()
+            reason = f"a rank and the scheduler disagree: {error}"
+            return (ac.Note("error", reason), ac.Shutdown(1, reason))
+        self._journal.write(now_s, event, actions)
+        return actions
+
+    async def _send(self, rank: Rank, message: Any) -> None:
+        try:
+            await self._wire.send(rank, self._codec.encode(message))
+        except WireError as error:
+            logger.warning("%s for rank %d is not sent: %s", type(message).__name__, rank, error)
+            if self._end is None:
+                self._inbox.append(ev.RankLost(rank, str(error)))
+
+    # --- from the core to the world -------------------------------------------------------------------------------
+
+    def _do(self, action: ac.Action) -> None:
+        perform = self._perform.get(type(action))
+        if perform is not None:
+            perform(action)
+        for rank in _addressees(action):
+            self._outbox.append((rank, action))
+
+    def _supply(self, action: ac.SupplyGroups) -> None:
+        if action.kind is TaskKind.EVAL:
+            groups = self._stream.eval_round(action.count)
+        else:
+            first = self._next_train_group
+            groups = tuple(self._stream.train_group(first + i) for i in range(action.count))
+            self._next_train_group += action.count
+        self._inbox.append(ev.GroupsSupplied(action.kind, groups))
+
+    def _assign(self, action: ac.AssignMicroBatch) -> None:
+        trajectories = tuple(self._buffer.pop(task_id) for task_id in action.task_ids)
+        self._outbox.append((action.rank, ms.MicroBatchMessage(action, trajectories)))
+
+    def _drop(self, action: ac.DropTrajectories) -> None:
+        for task_id in action.task_ids:
+            # Trajectories of a step that made no update were handed out already.
+            self._buffer.pop(task_id, None)
+
+    def _save(self, action: ac.SaveCheckpoint) -> None:
+        self._states[action.step] = self._core.state_dict()
+
+    def _report_step(self, action: ac.ReportStep) -> None:
+        self._metrics.step(action, self.now_s(), self._members.gauges())
+        self._console.step(action)
+
+    def _report_evaluation(self, action: ac.ReportEvaluation) -> None:
+        self._metrics.evaluation(action, self.now_s())
+        self._console.evaluation(action)
+
+    def _note(self, action: ac.Note) -> None:
+        logger.log(logging.getLevelNamesMapping()[action.level.upper()], "%s", action.text)
+        if action.level != "info":
+            self._console.warn(action.text)
+
+    def _shutdown(self, action: ac.Shutdown) -> None:
+        self._end = action
+
+    def _housekeep(self) -> None:
+        for rank, reason in self._members.newly_lost(self.now_s()):
+            self._inbox.append(ev.RankLost(rank, reason))
+        roles, training = self._core.roles, self._core.training
+        phases = {rank: beat.phase for rank, beat in self._members.beats.items()}
+        self._console.refresh(roles, phases, self._kv_use(), training.waits_for())
+        self._complete_checkpoints()
+
+    def _kv_use(self) -> float:
+        """Share of all rollout ranks' KV cache that holds something."""
+        gauges = self._members.gauges()
+        return gauges.get("used_blocks", 0.0) / max(1.0, gauges.get("num_blocks", 0.0))
+
+    def _complete_checkpoints(self) -> None:
+        """Write our part of every checkpoint whose actors' parts are all on disk."""
+        pending = {step for step, _ in self._core.training.saving}
+        for step in sorted(self._states.keys() - pending):
+            try:
+                checkpoints.write_scheduler_state(checkpoints.checkpoint_dir(self._run_dir, step), self._states.pop(step))
+                checkpoints.keep_newest(self._run_dir, self._config.checkpoint.keep)
+            except OSError as error:
+                logger.error("checkpoint of step %d is incomplete: %s", step, error)
+                self._console.warn(f"checkpoint of step {step} is incomplete: {error}")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    async def _say_farewell(self, receiving: asyncio.Future[tuple[int, list[bytes]]]) -> None:
+        """Tell all ranks to leave and collect their farewells, for at most `timeouts.shutdown_s`."""
+        assert self._end is not None
+        if self._end.exit_code == 0:
+            self._complete_checkpoints()
+        for rank in self._members.present():
+            await self._send(rank, self._end)
+        deadline_s = self.now_s() + self._config.timeouts.shutdown_s
+        while self._members.present() and self.now_s() < deadline_s:
+            await asyncio.wait({receiving}, timeout=min(HOUSEKEEPING_S, deadline_s - self.now_s()))
+            if receiving.done():
+                self._take(receiving)
+                receiving = asyncio.ensure_future(self._wire.recv())
+            await self._settle()
+        receiving.cancel()
+        if self._members.present():
+            logger.warning("ranks %s did not say farewell within timeouts.shutdown_s", self._members.present())
+        self._console.close()
+
+
+def _addressees(action: ac.Action) -> tuple[Rank, ...]:
+    """The ranks that the action itself goes to; an assignment travels inside its `MicroBatchMessage`."""
+    if isinstance(action, ac.AssignMicroBatch):
+        return ()
+    if isinstance(action, ac.StartTask | ac.CancelTask):
+        return (action.rank,)
+    return getattr(action, "ranks", ())

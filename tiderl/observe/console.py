@@ -1,0 +1,102 @@
+"""Rank 0's console: a progress bar over training steps with one compact line, on a terminal; a line a step elsewhere.
+
+    [######......] 12/40 reward 0.61 success 0.63 1.9k tok/s RAS 9 TPRM 0.3s step 9.1s twt 1.2s rwt 0.0s eval 0.74
+        | 0A train 1A train 2R 31 tasks 3R 30 tasks | kv 41% | ranks [0, 1] (training)        (one line on a terminal)
+
+Roles: A actor, R rollout, F reference. Nothing else may write to the console while a job runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from tiderl.scheduling.actions import ReportEvaluation, ReportStep
+from tiderl.types import Rank, Role
+
+_BAR_CELLS = 16
+_LETTER = {Role.ACTOR: "A", Role.ROLLOUT: "R", Role.REF: "F"}
+
+
+class Console:
+    """Draws to `stream`. `mode`: "auto" (a bar on a terminal, lines elsewhere), "line", "off"."""
+
+    def __init__(self, mode: str, num_steps: int, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._num_steps = num_steps
+        self._off = mode == "off"
+        self._live = mode == "auto" and self._stream.isatty()
+        self._facts = "starting"
+        self._eval = ""
+        self._ranks = ""
+        self._done = 0
+        self._drawn = False
+
+    def step(self, report: ReportStep) -> None:
+        """A training step is over."""
+        m = report.metrics
+        self._done = report.step + 1
+        parts = [
+            f"reward {m['reward']:.2f}",
+            f"success {m['success']:.2f}",
+            f"{_short(m['goodput'])} tok/s",
+            f"RAS {m['ras']:.0f}",
+            f"TPRM {m['tprm_s']:.1f}s" if "tprm_s" in m else "TPRM -",
+            f"step {m['step_s']:.1f}s",
+            f"twt {m['twt_s']:.1f}s",
+            f"rwt {m['rwt_s']:.1f}s",
+        ]
+        self._facts = " ".join(parts)
+        if not self._live:
+            self._print(f"step {self._done}/{self._num_steps} {self._facts}{self._eval}{self._ranks}")
+
+    def evaluation(self, report: ReportEvaluation) -> None:
+        """An evaluation round is over."""
+        self._eval = f" eval {report.success:.2f}"
+        missing = f", {report.num_missing} missing" if report.num_missing else ""
+        self._print(
+            f"evaluation of version {report.version}: success {report.success:.3f}, reward {report.reward:.3f}, "
+            f"{report.turns:.1f} turns ({report.num_tasks} tasks{missing})"
+        )
+
+    def refresh(self, roles: Mapping[Rank, Role], phases: Mapping[Rank, str], kv_use: float, waiting_for: str) -> None:
+        """What every rank does now; draws on a terminal."""
+        ranks = " ".join(f"{rank}{_LETTER[role]} {phases.get(rank, '?')}" for rank, role in sorted(roles.items()))
+        self._ranks = f" | {ranks} | kv {kv_use:.0%}"
+        if self._live:
+            filled = _BAR_CELLS * self._done // max(1, self._num_steps)
+            bar = "#" * filled + "." * (_BAR_CELLS - filled)
+            line = f"[{bar}] {self._done}/{self._num_steps} {self._facts}{self._eval}{self._ranks} | {waiting_for}"
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write("\r\x1b[2K" + line[:width])
+            self._stream.flush()
+            self._drawn = True
+
+    def warn(self, text: str) -> None:
+        """Something that the user should see at once."""
+        self._print(f"! {text}")
+
+    def say(self, text: str) -> None:
+        self._print(text)
+
+    def close(self) -> None:
+        """Leave the last drawn line as it is."""
+        if self._drawn:
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()
+            self._drawn = False
+
+    def _print(self, text: str) -> None:
+        if self._off:
+            return
+        if self._drawn:
+            self._stream.write("\r\x1b[2K")
+            self._drawn = False
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def _short(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"

@@ -1,0 +1,171 @@
+"""Everything that the scheduling core can ask of its shell. Orders, in the imperative.
+
+An action with a `rank` or `ranks` field goes to those ranks; the others are for the shell itself (task stream, metrics,
+console). The order of the actions in a tuple is the order in which they must be performed.
+
+Source: paper §4 (CTB), §5.1 (RA2P), §5.2 (ERS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from tiderl.types import GroupSpec, MicroBatchId, Rank, TaskId, TaskKind, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class SupplyGroups:
+    """Draw the next `count` groups of the task stream; answer with `GroupsSupplied`."""
+
+    kind: TaskKind
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartTask:
+    """Open an environment session and play it on `rank`."""
+
+    rank: Rank
+    task_id: TaskId
+    group: GroupSpec
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTask:
+    """End a task without a trajectory; answer with `TaskFailed(kind=CANCELLED)`."""
+
+    rank: Rank
+    task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class DropTrajectories:
+    """Forget these finished trajectories: nothing will train on them."""
+
+    task_ids: tuple[TaskId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """Get ready for training step `step` from weights `version` (numbered from 0)."""
+
+    ranks: tuple[Rank, ...]
+    step: int
+    version: WeightVersion
+    use_reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AssignMicroBatch:
+    """Send these trajectories to an actor; it trains on them in the order of assignment."""
+
+    rank: Rank
+    step: int
+    micro_batch_id: MicroBatchId
+    task_ids: tuple[TaskId, ...]
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    """Nothing more is assigned in this step: reduce, update, answer with `StepTrained`."""
+
+    ranks: tuple[Rank, ...]
+    step: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonStep:
+    """Leave the step without an update as soon as possible; answer with `StepTrained(abandoned=True)`."""
+
+    ranks: tuple[Rank, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareSync:
+    """Come to the door of the weight sync and answer with `SyncReady`."""
+
+    ranks: tuple[Rank, ...]
+    version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class StartSync:
+    """Everyone is at the door: `leader` broadcasts weights `version`, all answer with `SyncFinished`."""
+
+    ranks: tuple[Rank, ...]
+    version: WeightVersion
+    leader: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """The actors save theirs, the shell saves the core's state; each actor answers with `CheckpointSaved`."""
+
+    ranks: tuple[Rank, ...]
+    step: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStep:
+    """A training step is over: one line of metrics. Keys are `metrics.jsonl`'s; see `core.step_metrics`."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportEvaluation:
+    """An evaluation round is over. `num_missing` tasks failed or came too late; the means are over the others."""
+
+    version: WeightVersion
+    num_tasks: int
+    num_missing: int
+    success: float
+    reward: float
+    turns: float
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for the log: a decision with its reason, a failure with its place."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the job: all ranks leave. `exit_code` 0 is a finished job, or one stopped by request with its state saved."""
+
+    exit_code: int
+    reason: str
+
+
+Action = (
+    SupplyGroups
+    | StartTask
+    | CancelTask
+    | DropTrajectories
+    | OpenStep
+    | AssignMicroBatch
+    | CloseStep
+    | AbandonStep
+    | PrepareSync
+    | StartSync
+    | SaveCheckpoint
+    | ReportStep
+    | ReportEvaluation
+    | Note
+    | Shutdown
+)
+
+ACTION_TYPES: tuple[type, ...] = get_args(Action)

@@ -1,0 +1,70 @@
+"""What a finished training step says of itself: the keys of `metrics.jsonl` that the core knows.
+
+| key | unit | meaning |
+|---|---|---|
+| `reward`, `success` | | mean over the step's trajectories |
+| `turns`, `context_tokens` | | mean over the step's trajectories |
+| `zero_variance_share` | | share of groups whose rewards are all equal (no policy gradient) |
+| `trained_tokens` | tokens | generated tokens that this update consumed |
+| `goodput` | token/s | those, per second since the last step's end |
+| `step_s` | s | from the last step's end to this one's |
+| `train_s` | s | from the step's opening to its end |
+| `twt_s` | s | the trainer was free and waited for data |
+| `rwt_s` | rank-s | rollout ranks without any task, since the start of the run |
+| `ras`, `tprm_s`, `head_of_line_s` | groups, s, s | readiness signals (`readiness.py`) |
+| `staleness_mean`, `staleness_max` | versions | at the step's opening |
+| `reference_s`, `forward_s`, `backward_s`, `optimizer_s` | s | mean over the actors |
+| `grad_norm`, `lr` | | of the update |
+| `padding_share` | | tokens computed for nothing, of all computed by the trainer |
+| `log_prob_gap_max` | nats | largest difference trainer - engine on tokens of the trainer's own version |
+| everything in the trainer's `sums` | | mean over the trained tokens |
+
+Source: paper §2.1.
+"""
+
+from __future__ import annotations
+
+from tiderl.scheduling.rollout import RolloutSide
+from tiderl.scheduling.training import OpenedStep
+
+_TIMES = ("reference_s", "forward_s", "backward_s", "optimizer_s")
+
+
+def step_metrics(step: OpenedStep, rollout: RolloutSide, now_s: float, since_s: float) -> dict[str, float]:
+    """One flat mapping; `since_s` is when the previous step ended. Call before the step's groups are retired."""
+    tasks = [task for group in step.groups for task in group.finished]
+    results = list(step.results.values())
+    num_tokens = sum(t.generated_tokens for t in tasks)
+    staleness = [results[0].version - 1 - group.start_version for group in step.groups]
+    flat = sum(len({t.reward for t in group.finished}) == 1 for group in step.groups)
+    metrics = {
+        "reward": sum(t.reward for t in tasks) / len(tasks),
+        "success": sum(t.success for t in tasks) / len(tasks),
+        "turns": sum(t.num_turns for t in tasks) / len(tasks),
+        "context_tokens": sum(t.context_tokens for t in tasks) / len(tasks),
+        "zero_variance_share": flat / len(step.groups),
+        "num_trajectories": float(len(tasks)),
+        "goodput": num_tokens / max(now_s - since_s, 1e-9),
+        "step_s": now_s - since_s,
+        "train_s": now_s - step.opened_s,
+        "twt_s": step.waited_s,
+        "rwt_s": rollout.idle_rollout_wait_s(now_s),
+        "ras": float(step.signals.ready_at_start),
+        "head_of_line_s": step.signals.head_of_line_s,
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": float(max(staleness)),
+        "grad_norm": results[0].grad_norm,
+        "lr": results[0].lr,
+        "log_prob_gap_max": max(r.max_same_version_gap for r in results),
+        "num_failures": float(rollout.num_failures),
+    }
+    if step.signals.time_per_ready_s is not None:
+        metrics["tprm_s"] = step.signals.time_per_ready_s
+    for name in _TIMES:
+        metrics[name] = sum(getattr(r, name) for r in results) / len(results)
+    padding = sum(r.num_padding_tokens for r in results)
+    metrics["padding_share"] = padding / (padding + sum(t.context_tokens for t in tasks))
+    num_trained = max(1, sum(r.num_trained_tokens for r in results))
+    for name in sorted({key for r in results for key in r.sums}):
+        metrics[name] = sum(r.sums.get(name, 0.0) for r in results) / num_trained
+    return metrics

@@ -1,0 +1,60 @@
+"""The one owner of the staleness bound, counted in weight versions.
+
+A group's *start version* is the oldest weight version among its tokens. It is trained at version v with staleness
+`v - start_version`, which never exceeds `max_staleness`.
+
+Invariants (tests/scheduling/test_staleness.py):
+
+1. At most `(max_staleness + 1) * groups_per_step` groups are outstanding: admitted, and neither trained nor given back.
+   A group counts as outstanding until the weights that it helped to make have reached the rollout ranks.
+2. If every step trains `groups_per_step` groups and takes all groups that are due, no group is ever late.
+3. No more groups are admitted than the remaining steps can consume.
+
+Why 2 follows from 1: when a group starts at version v, at most (s + 1) * B groups are outstanding, so the s + 1 steps at versions
+v .. v + s can train all of them, the group included.
+
+Source: paper §4.1, constraint 2. Counting versions instead of groups: paper.md §8, 4.
+"""
+
+from __future__ import annotations
+
+from tiderl.types import WeightVersion
+
+
+class StalenessGate:
+    """Counts outstanding groups and compares versions."""
+
+    def __init__(self, max_staleness: int, groups_per_step: int, total_steps: int, version: WeightVersion) -> None:
+        self._max_staleness = max_staleness
+        self._groups_per_step = groups_per_step
+        self._total_steps = total_steps
+        #: The version on the rollout ranks: that of the last finished weight sync.
+        self.version = version
+        self.outstanding = 0
+
+    @property
+    def quota(self) -> int:
+        """How many groups may be admitted now."""
+        steps_ahead = min(self._max_staleness + 1, self._total_steps - self.version)
+        return max(0, steps_ahead * self._groups_per_step - self.outstanding)
+
+    def admit(self, num_groups: int) -> None:
+        assert num_groups <= self.quota, (num_groups, self.quota)
+        self.outstanding += num_groups
+
+    def retire(self, num_groups: int) -> None:
+        """Groups were trained and synced, or dropped: others may take their place."""
+        assert 0 <= num_groups <= self.outstanding, (num_groups, self.outstanding)
+        self.outstanding -= num_groups
+
+    def advance(self, version: WeightVersion) -> None:
+        assert version >= self.version, (version, self.version)
+        self.version = version
+
+    def is_due(self, start_version: WeightVersion) -> bool:
+        """Must the group be trained in the step that starts from the present version, because the next would be too late?"""
+        return self.version - start_version >= self._max_staleness
+
+    def is_late(self, start_version: WeightVersion) -> bool:
+        """Is it too late to train the group?"""
+        return self.version - start_version > self._max_staleness

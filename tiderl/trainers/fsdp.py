@@ -1,0 +1,317 @@
+"""The FSDP2 trainer: sharded parameters and optimizer, whole parameters during a step, one reduction at its end.
+
+Actors get unequal and unknown numbers of micro-batches, so a micro-batch must not wait for another rank. `begin_step`
+therefore gathers all parameters and keeps them; each backward adds to gradients that stay on this rank; `end_step`
+reduces them once. FSDP2 reduces in a backward pass, so the last one is a single token with weight zero, the *flush*.
+Between steps only the shards are held: fp32 master weights and the two moments of AdamW, 12 bytes a parameter over the ranks.
+
+Invariants: those of `base.py`, and (tests/conformance/test_trainer.py)
+
+1. Nothing between `begin_step` and `end_step` involves another rank.
+2. The reference is the model that the job started from, also in a resumed run.
+3. The log-probs are of the distribution sampled from: logits / agent.temperature. `score` alone uses temperature 1.
+
+Source: paper §3, §5.1, Appendix B.3.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tiderl.config.schema import Config
+from tiderl.errors import TrainerError
+from tiderl.rl.loss import policy_loss
+from tiderl.rl.packing import PackedBatch, pack, split_by_tokens
+from tiderl.trainers.base import MicroBatchResult, StepResult
+from tiderl.trainers.checkpoint import CheckpointWriter, check_fits, raise_together, read_info, read_tensors
+from tiderl.trainers.export import write_model_folder
+from tiderl.trainers.model import PackedCausalLM, load_causal_lm
+from tiderl.trainers.optim import build_optimizer, global_norm, learning_rate, local_gradients
+from tiderl.types import MicroBatch, Trajectory, WeightVersion
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+log = logging.getLogger(__name__)
+
+
+class FsdpTrainer:
+    """One actor rank. `group` holds the actors and no other rank; `device` is this rank's."""
+
+    def __init__(self, config: Config, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._config = config
+        self._group = group
+        self._device = device
+        self._dtype = DTYPES[config.model.dtype]
+        self._version = WeightVersion(0)
+        self._in_step = False
+        self._num_trained_tokens = 0
+        self._losses_finite = True
+        self._reference: PackedCausalLM | None = None
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    def start(self) -> None:
+        """(collective) See `base.Trainer`. Each rank reads the model folder for itself."""
+        self._model = self._wrap(load_causal_lm(self._config.model.path, None))
+        self._shard()
+        self._optimizer = build_optimizer(self._model.parameters(), self._config.optim)
+        if self._config.loss.kl_weight > 0.0:
+            reference = self._wrap(load_causal_lm(self._config.model.path, self._dtype))
+            self._reference = reference.requires_grad_(False).to(self._device)
+        # The checkpoint's thread must not share a group with the device thread's collectives, and needs the CPU.
+        ranks = dist.get_process_group_ranks(self._group)
+        timeout = timedelta(seconds=self._config.timeouts.step_s)
+        self._storage_group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        self._writer = CheckpointWriter(self._storage_group, self._config.timeouts.step_s)
+
+    def _wrap(self, causal_lm: object) -> PackedCausalLM:
+        settings = self._config.trainer
+        return PackedCausalLM(
+            causal_lm, checkpoint_head=settings.checkpoint_head, checkpoint_layers=settings.checkpoint_layers
+        )
+
+    def _shard(self) -> None:
+        mesh = DeviceMesh.from_group(self._group, self._device.type)
+        # Activations in the model's dtype; gradients add up and are reduced in fp32.
+        low = self._dtype is not torch.float32
+        policy = (
+            MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+        )
+        # Layer by layer, so that a GPU never holds more than one whole layer in fp32.
+        for layer in (*self._model.layers, self._model):
+            layer.to(device=self._device, dtype=torch.float32)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        for module in self._sharded_modules():
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            module.set_requires_gradient_sync(False, recurse=False)
+            # The division is by the number of tokens, ours; and gloo can't do FSDP2's (PREMUL_SUM).
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    def begin_step(self) -> None:
+        self._require_between_steps("begin_step")
+        self._optimizer.zero_grad()
+        self._gather_parameters()
+        self._num_trained_tokens = 0
+        self._losses_finite = True
+        self._in_step = True
+
+    def _gather_parameters(self) -> None:
+        for module in self._sharded_modules():
+            module.unshard()
+
+    def _free_parameters(self) -> None:
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def _require_between_steps(self, call: str) -> None:
+        if self._in_step:
+            raise TrainerError(f"{call} was called inside a training step; call end_step first")
+
+    def reference_log_probs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+        """See `base.Trainer`; takes any number of trajectories, a micro-batch's worth of tokens at a time."""
+        if self._reference is None:
+            raise TrainerError(
+                "reference_log_probs: no reference model is loaded because loss.kl_weight is 0; set it above 0"
+            )
+        arrays: list[npt.NDArray[np.float32]] = []
+        for part in split_by_tokens([t.num_tokens for t in trajectories], self._config.trainer.max_micro_batch_tokens):
+            batch = pack(trajectories[part.start : part.stop])
+            values = np.zeros(0, dtype=np.float32)
+            if batch.num_targets:
+                with torch.no_grad():
+                    values = self._log_probs(self._reference, batch, self._config.agent.temperature).cpu().numpy()
+            arrays.extend(batch.unpack(values))
+        return arrays
+
+    def train_micro_batch(
+        self, micro_batch: MicroBatch, reference: Sequence[npt.NDArray[np.float32]] | None
+    ) -> MicroBatchResult:
+        """See `base.Trainer`. Raises `TrainerError` outside a step, or without `reference` where the loss needs it."""
+        if not self._in_step:
+            raise TrainerError("train_micro_batch was called outside a training step; call begin_step first")
+        if reference is None and self._config.loss.kl_weight > 0.0:
+            raise TrainerError("train_micro_batch: loss.kl_weight is above 0, so reference log-probs are needed")
+        batch = pack(micro_batch.trajectories)
+        if batch.num_targets == 0:
+            return MicroBatchResult(micro_batch.num_tokens, 0, 0, 0.0, 0.0, {}, 0.0)
+        self._num_trained_tokens += batch.num_targets
+
+        began_s = self._now_s()
+        log_probs = self._log_probs(self._model, batch, self._config.agent.temperature)
+        forward_done_s = self._now_s()
+        advantages = np.asarray(micro_batch.advantages, dtype=np.float32)[batch.owners]
+        loss = policy_loss(
+            log_probs,
+            self._tensor(batch.engine_log_probs),
+            self._tensor(advantages),
+            self._tensor(batch.gather(reference))
+            if reference is not None and self._config.loss.kl_weight > 0.0
+            else None,
+            self._config.loss,
+        )
+        loss.total.backward()
+        backward_done_s = self._now_s()
+
+        sums = dict(zip(loss.sums, torch.stack(list(loss.sums.values())).tolist(), strict=True))
+        self._losses_finite = self._losses_finite and math.isfinite(sums["loss"])
+        gaps = np.abs(log_probs.detach().cpu().numpy() - batch.engine_log_probs)
+        return MicroBatchResult(
+            num_tokens=micro_batch.num_tokens,
+            num_trained_tokens=batch.num_targets,
+            num_padding_tokens=batch.num_padding_tokens,
+            forward_s=forward_done_s - began_s,
+            backward_s=backward_done_s - forward_done_s,
+            sums=sums,
+            max_same_version_gap=float(gaps.max(initial=0.0, where=batch.weight_versions == self._version)),
+        )
+
+    def _log_probs(self, model: PackedCausalLM, batch: PackedBatch, temperature: float) -> Tensor:
+        inputs = (self._tensor(batch.token_ids), self._tensor(batch.position_ids), batch.lengths)
+        log_probs: Tensor = model(*inputs, self._tensor(batch.rows), self._tensor(batch.targets), temperature)
+        return log_probs
+
+    def _tensor(self, array: npt.NDArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def end_step(self, *, abandon: bool) -> StepResult:
+        if not self._in_step:
+            raise TrainerError("end_step was called without begin_step")
+        began_s = self._now_s()
+        counts = torch.tensor(
+            [abandon, not self._losses_finite, self._num_trained_tokens], dtype=torch.int64, device=self._device
+        )
+        dist.all_reduce(counts, group=self._group)
+        num_abandoning, num_not_finite, num_tokens = (int(n) for n in counts.tolist())
+        # Also after an abandoned step: the flush is what empties FSDP2's gradient buffers.
+        self._flush()
+        self._free_parameters()
+        self._in_step = False
+        grad_norm = 0.0
+        updated = False
+        lr = learning_rate(self._config.optim, self._config.train.steps, self._version)
+        if not num_abandoning and num_tokens:
+            grad_norm = self._scale_and_clip(num_tokens)
+            updated = math.isfinite(grad_norm) and not num_not_finite
+            if not updated:
+                log.warning(
+                    "update %d skipped: gradient norm %g, %d ranks with a loss not finite",
+                    self._version + 1,
+                    grad_norm,
+                    num_not_finite,
+                )
+        if updated:
+            for parameters in self._optimizer.param_groups:
+                parameters["lr"] = lr
+            self._optimizer.step()
+            self._version = WeightVersion(self._version + 1)
+        self._optimizer.zero_grad()
+        return StepResult(
+            updated, bool(num_abandoning), self._version, grad_norm, lr, num_tokens, self._now_s() - began_s
+        )
+
+    def _flush(self) -> None:
+        """(collective) Reduce what the micro-batches of all ranks have added up into the shards' gradients."""
+        token = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        (self._model(token, token, (1,), token, token, 1.0).sum() * 0.0).backward()
+        self._model.set_requires_gradient_sync(False)  # type: ignore[operator]
+
+    def _scale_and_clip(self, num_tokens: int) -> float:
+        """Divide by the tokens, clip to the global norm; returns the norm before clipping."""
+        gradients = local_gradients(self._model.parameters())
+        norm = global_norm(gradients, self._group) / num_tokens
+        limit = self._config.optim.max_grad_norm
+        clip = min(1.0, limit / norm) if limit > 0.0 and norm > 0.0 else 1.0
+        for gradient in gradients:
+            gradient.mul_(clip / num_tokens)
+        return norm
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `base.Trainer`. A tensor is the caller's until the next update: it may share memory with the trainer's."""
+        self._require_between_steps("full_weights")
+        for name, parameter in self._model.hf_parameters():
+            shard = parameter.detach().to(self._dtype)  # before the gathering: half the bytes in bfloat16
+            assert isinstance(shard, DTensor)
+            yield name, shard.full_tensor()
+
+    def score(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """See `base.Trainer`; a call inside a step sees the same weights and waits for no one."""
+        if len(token_ids) < 2:
+            raise ValueError(f"score: needs at least 2 tokens, got {len(token_ids)}")
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        places = torch.arange(len(token_ids) - 1, device=self._device)
+        if not self._in_step:
+            self._gather_parameters()
+        with torch.no_grad():
+            values: Tensor = self._model(ids[:-1], places, (len(token_ids) - 1,), places, ids[1:], 1.0)
+        if not self._in_step:
+            self._free_parameters()
+        return values.cpu().numpy()
+
+    def _state(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint holds beside the version, by name; the tensors are the trainer's own."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._model.hf_parameters():
+            moments = self._optimizer.state[parameter]
+            tensors[f"weights.{name}"] = parameter.detach()
+            tensors[f"exp_avg.{name}"] = moments["exp_avg"]
+            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        return tensors
+
+    def save(self, folder: Path) -> None:
+        self._require_between_steps("save")
+        self._writer.save(folder, self._state(), self._version)
+
+    def wait_saved(self) -> None:
+        self._writer.wait()
+
+    def load(self, folder: Path) -> None:
+        """See `base.Trainer`. Raises `TrainerError` where the checkpoint is missing, not whole or of another model."""
+        self._require_between_steps("load")
+        info = read_info(folder)
+        tensors = self._state()
+        check_fits(folder, info, tensors)
+        read_tensors(folder, tensors, self._storage_group)
+        self._version = WeightVersion(info.version)
+        for state in self._optimizer.state.values():
+            state["step"].fill_(info.version)  # AdamW's bias correction counts updates, as the version does
+
+    def export_hf(self, folder: Path) -> None:
+        """See `base.Trainer`. Raises `TrainerError` on every rank if rank 0 can't write."""
+        weights = self.full_weights()
+        problem = ""
+        if self._group.rank() == 0:
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._model.hf_parameters()}
+            try:
+                write_model_folder(folder, weights, shapes, self._dtype, Path(self._config.model.path))
+            except OSError as error:
+                problem = str(error)
+        for _ in weights:
+            pass  # what rank 0 has not taken, also after a failure: gathering needs every rank
+        raise_together(problem, f"cannot export the model to {folder}", self._storage_group)

@@ -1,0 +1,155 @@
+"""The Rollout role: plays tasks with the engine, and takes new weights between two engine steps.
+
+Invariants (tests/integration/test_job.py):
+
+1. Every `StartTask` is answered once, with a trajectory or with a typed failure.
+2. Generation goes on during and after a weight sync; only the sync itself keeps the engine from stepping.
+3. Weights that do not pass their checks never reach the engine; the rank says so in `SyncFinished`.
+
+Source: paper §2.1, §5.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from tiderl.agent.loop import Chat, SessionSource, TaskPlayer
+from tiderl.config.schema import Config
+from tiderl.engines.base import Engine
+from tiderl.errors import TideError, WeightMismatch
+from tiderl.scheduling.actions import CancelTask, PrepareSync, StartSync, StartTask
+from tiderl.scheduling.events import RankJoined, SyncFinished, SyncReady, TaskFailed
+from tiderl.types import Role, TaskId, WeightVersion
+from tiderl.wire.messages import TrajectoryMessage
+from tiderl.worker.context import WorkerContext
+from tiderl.worker.sync import WeightReceiver, canary_ids
+
+logger = logging.getLogger(__name__)
+
+#: Largest canary difference by dtype where `wire.canary_tolerance` is 0: rounding of two correct implementations.
+_CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
+
+
+class RolloutWorker:
+    """One rollout rank."""
+
+    def __init__(self, context: WorkerContext, engine: Engine, sessions: SessionSource, chat: Chat) -> None:
+        assert context.sync_group is not None
+        self._context = context
+        self._engine = engine
+        self._sessions = sessions
+        self._chat = chat
+        self._canary_ids = canary_ids(context.config.model.path)
+        self._receiver = WeightReceiver(context.sync_group, context.sync_leader, context.device)
+        self._players: dict[TaskId, TaskPlayer] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.get_running_loop().create_future()
+        self._syncing = False
+        self._num_blocks = 0
+        self.start_phase = "load"
+
+    @property
+    def phase(self) -> str:
+        if self.start_phase:
+            return self.start_phase
+        if self._syncing:
+            return "sync"
+        return f"{len(self._players)} tasks" if self._players else "idle"
+
+    async def start(self) -> RankJoined:
+        info = await asyncio.to_thread(self._engine.start)
+        self.start_phase = ""
+        self._num_blocks = info.num_blocks
+        logger.info("engine: %d KV blocks of %d tokens", info.num_blocks, info.block_size_tokens)
+        return RankJoined(self._context.rank, Role.ROLLOUT, WeightVersion(0), info.kv_cache_tokens)
+
+    async def run(self) -> None:
+        await self._failed
+
+    def handle(self, message: Any) -> None:
+        if isinstance(message, StartTask):
+            player = TaskPlayer(message, self._context.config, self._engine, self._sessions, self._chat, self._context.emit)
+            self._players[message.task_id] = player
+            self._spawn(self._play(message.task_id, player))
+        elif isinstance(message, CancelTask):
+            player_or_none = self._players.get(message.task_id)
+            if player_or_none is not None:  # else its outcome is on the way already
+                player_or_none.cancel()
+        elif isinstance(message, PrepareSync):
+            self._context.emit(SyncReady(self._context.rank, message.version))
+        elif isinstance(message, StartSync):
+            self._spawn(self._sync(message))
+        else:
+            raise TideError(f"rollout rank {self._context.rank} got {type(message).__name__}, which it has no use for")
+
+    def gauges(self) -> dict[str, float]:
+        if self.start_phase:
+            return {}
+        stats = self._engine.stats()
+        return {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "used_blocks": stats.used_blocks,
+            "num_blocks": self._num_blocks,
+            "generated_tokens": stats.total_generated_tokens,
+            "prefilled_tokens": stats.total_prefilled_tokens,
+            "cached_tokens": stats.total_cached_tokens,
+            "preemptions": stats.total_preemptions,
+        }
+
+    async def stop(self) -> int:
+        for player in self._players.values():
+            player.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=self._context.config.timeouts.shutdown_s / 2)
+        total = self._engine.stats().total_generated_tokens
+        await asyncio.to_thread(self._engine.shutdown)
+        return total
+
+    async def _play(self, task_id: TaskId, player: TaskPlayer) -> None:
+        outcome = await player.play()
+        del self._players[task_id]
+        self._context.emit(outcome if isinstance(outcome, TaskFailed) else TrajectoryMessage(*outcome))
+
+    async def _sync(self, order: StartSync) -> None:
+        self._syncing = True
+        try:
+            event = await self._engine.submit(lambda: self._receive(order.version))
+        finally:
+            self._syncing = False
+        self._context.emit(event)
+
+    def _receive(self, version: WeightVersion) -> SyncFinished:
+        """Device thread: take part in the broadcast, check, load, and hold the engine's log-probs against the trainer's."""
+        rank = self._context.rank
+        began_s = time.monotonic()
+        try:
+            received = self._receiver.receive(self._engine.expected_weights())
+            transferred_s = time.monotonic()
+            self._engine.update_weights(received.weights, version)
+        except WeightMismatch as error:
+            return SyncFinished(rank, version, False, str(error), time.monotonic() - began_s, 0.0, 0.0)
+        gap = float(np.abs(self._engine.score(self._canary_ids) - received.canary).max())
+        tolerance = _tolerance(self._context.config)
+        ok = gap <= tolerance
+        detail = "" if ok else f"the canary's log-probs differ by {gap:.2e}, wire.canary_tolerance is {tolerance:g}"
+        return SyncFinished(rank, version, ok, detail, transferred_s - began_s, time.monotonic() - transferred_s, gap)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+
+def _tolerance(config: Config) -> float:
+    return config.wire.canary_tolerance or _CANARY_TOLERANCE[config.model.dtype]
