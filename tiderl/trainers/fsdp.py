@@ -49,11 +49,18 @@ log = logging.getLogger(__name__)
 
 
 class FsdpTrainer:
-    """One actor rank. `group` holds the actors and no other rank; `device` is this rank's."""
+    """One actor rank. Both groups hold the actors and no other rank; `device` is this rank's.
 
-    def __init__(self, config: Config, group: dist.ProcessGroup, device: torch.device) -> None:
+    `storage_group` is a gloo group of the checkpoints' own: their thread must not share one with the device thread's collectives.
+    It is made by the caller, with all other groups: a group that only some ranks make gets another name on each of them.
+    """
+
+    def __init__(
+        self, config: Config, group: dist.ProcessGroup, storage_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self._config = config
         self._group = group
+        self._storage_group = storage_group
         self._device = device
         self._dtype = DTYPES[config.model.dtype]
         self._version = WeightVersion(0)
@@ -74,10 +81,6 @@ class FsdpTrainer:
         if self._config.loss.kl_weight > 0.0:
             reference = self._wrap(load_causal_lm(self._config.model.path, self._dtype))
             self._reference = reference.requires_grad_(False).to(self._device)
-        # The checkpoint's thread must not share a group with the device thread's collectives, and needs the CPU.
-        ranks = dist.get_process_group_ranks(self._group)
-        timeout = timedelta(seconds=self._config.timeouts.step_s)
-        self._storage_group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         self._writer = CheckpointWriter(self._storage_group, self._config.timeouts.step_s)
 
     def _wrap(self, causal_lm: object) -> PackedCausalLM:

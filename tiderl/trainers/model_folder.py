@@ -29,6 +29,7 @@ MAX_HEADER_BYTES = 100 * 1024 * 1024
 def check_model_folder(path: str | Path) -> None:
     """Raise `ModelError` unless the folder holds a supported model with all of its weight files, none cut short."""
     folder = Path(path)
+    _require_folder(folder)
     config = _read_json(folder, "config.json")
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
@@ -54,12 +55,16 @@ def num_parameters(path: str | Path) -> int:
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all stored tensors. Raises `ModelError` for a missing or truncated file."""
-    if not folder.is_dir():
-        raise ModelError(f"model.path: {folder} is not a folder; give a local Hugging Face model folder")
+    _require_folder(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(folder):
         shapes.update(_read_header(file))
     return shapes
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelError(f"model.path: {folder} is not a folder; give a local Hugging Face model folder")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -77,6 +82,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """The format: 8 bytes of header length, a JSON header of names, shapes and offsets behind it, then the data."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -84,22 +90,23 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
             if length > min(size, MAX_HEADER_BYTES):
                 raise ModelError(f"model.path: {file} is not a safetensors file, or was cut short; copy it again")
-            header = json.loads(stream.read(length))
+            entries = json.loads(stream.read(length))
+        entries.pop("__metadata__", None)
+        shapes = {str(name): tuple(int(n) for n in entry["shape"]) for name, entry in entries.items()}
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except OSError as error:
         raise ModelError(f"model.path: cannot read {file} ({error.strerror}); copy it again") from error
-    except ValueError as error:
-        raise ModelError(f"model.path: {file} has a broken safetensors header ({error}); copy it again") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ModelError(
+            f"model.path: {file} has a broken safetensors header ({type(error).__name__}: {error}); copy it again"
+        ) from error
     if size < end:
         raise ModelError(f"model.path: {file} is cut short: {size} bytes of {end}; copy it again")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     file = folder / name
-    if not folder.is_dir():
-        raise ModelError(f"model.path: {folder} is not a folder; give a local Hugging Face model folder")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

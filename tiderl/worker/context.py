@@ -28,6 +28,8 @@ class WorkerContext:
     device: torch.device
     #: The actors among themselves; None on pool ranks.
     actor_group: dist.ProcessGroup | None
+    #: The actors among themselves, for the thread that writes checkpoints; None on pool ranks.
+    storage_group: dist.ProcessGroup | None
     #: The leader of the weight sync (rank 0) and the pool; None on the other actors.
     sync_group: dist.ProcessGroup | None
     #: Queue a message to the coordinator; from the event loop only.

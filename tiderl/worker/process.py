@@ -10,6 +10,7 @@ Exit codes: 0 after `Shutdown(exit_code=0)`, 2 for a fault that the user can men
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -144,17 +145,19 @@ async def _make_role(job: Job, rank: Rank, store: Store, emit: Any) -> RoleWorke
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeouts.collective_s)
 
-    def join() -> tuple[Any, Any]:
+    def join() -> tuple[Any, Any, Any]:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
         actors = list(range(config.roles.num_actors))
         pool = list(range(config.roles.num_actors, job.world_size))
         actor_group = dist.new_group(actors, timeout=timeout)
+        storage_group = dist.new_group(actors, backend="gloo", timeout=timedelta(seconds=config.timeouts.step_s))
         sync_group = dist.new_group([0, *pool], timeout=timeout)
-        return actor_group if rank in actors else None, sync_group if rank in (0, *pool) else None
+        is_actor, is_member = rank in actors, rank in (0, *pool)
+        return actor_group if is_actor else None, storage_group if is_actor else None, sync_group if is_member else None
 
-    actor_group, sync_group = await asyncio.to_thread(join)
-    context = WorkerContext(config, rank, job.run_dir, job.resume_dir, device, actor_group, sync_group, emit)
+    actor_group, storage_group, sync_group = await asyncio.to_thread(join)
+    context = WorkerContext(config, rank, job.run_dir, job.resume_dir, device, actor_group, storage_group, sync_group, emit)
     if rank < config.roles.num_actors:
         return _make_actor(context)
     return await _make_rollout(context)
@@ -164,8 +167,8 @@ def _make_actor(context: WorkerContext) -> RoleWorker:
     from tiderl.trainers.fsdp import FsdpTrainer
     from tiderl.worker.actor import ActorWorker
 
-    assert context.actor_group is not None
-    return ActorWorker(context, FsdpTrainer(context.config, context.actor_group, context.device))
+    assert context.actor_group is not None and context.storage_group is not None
+    return ActorWorker(context, FsdpTrainer(context.config, context.actor_group, context.storage_group, context.device))
 
 
 async def _make_rollout(context: WorkerContext) -> RoleWorker:
@@ -235,6 +238,8 @@ def main() -> int:
     rank = Rank(int(os.environ["RANK"]))
     job, store = _join_store(rank)
     _log_to_file(job, rank)
+    # `kill -USR1 PID` writes the stacks of all threads to the rank's log: where a hanging rank hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     async def live() -> int:
         return await WorkerProcess(job, rank, store).run()
