@@ -191,7 +191,7 @@ def _watch(children: dict[str, subprocess.Popen[str]], config: Config, stop: _St
         if stop.requested and not told:
             told = True
             if "coordinator" in children:
-                children["coordinator"].send_signal(signal.SIGTERM)
+                children["coordinator"].send_signal(stop.number)
         if (ended or stop.requested) and deadline_s is None:
             deadline_s = time.monotonic() + bound_s
         if deadline_s is not None and time.monotonic() > deadline_s:
@@ -228,11 +228,12 @@ class _StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self.number = signal.SIGTERM
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self.requested = True
+        self.requested, self.number = True, signal.Signals(number)
 
 
 def _die_with_parent() -> None:

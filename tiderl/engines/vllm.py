@@ -8,7 +8,8 @@ Invariants beyond those of `base.py` (tests/conformance/test_engine.py):
 1. An idle engine sleeps. A step that produced tokens wakes each event loop once.
 2. When a step raises, every pending and every later call raises `EngineError` with the first error as its cause.
 3. A cancelled `generate` frees its request's blocks.
-4. `shutdown` ends in `timeouts.shutdown_s` or raises `WaitTimeout`; pending calls raise `EngineError`. It may be called twice.
+4. `shutdown` closes the engine and ends the thread, each within `timeouts.shutdown_s`, or raises `WaitTimeout`; calls that are
+   pending raise `EngineError`. It may be called twice.
 """
 
 from __future__ import annotations
@@ -119,9 +120,6 @@ class VllmEngine:
     # Below: on the device thread.
 
     def _build(self) -> EngineInfo:
-        from tiderl.engines import vllm_setup
-
-        vllm_setup.prepare_environment(self._config)
         from tiderl.engines.vllm_core import VllmCore
 
         try:

@@ -7,7 +7,7 @@ Invariants (tests/conformance/test_engine.py):
 
 1. A token's log-prob is that of the distribution it was sampled from (logits / temperature; the plain logits when greedy).
 2. A token carries the version of the weights that the step which produced it ran with.
-3. `update_weights` compares all names and shapes before it changes anything. After it no cached block is left from before.
+3. `staged` compares all names and shapes and changes nothing; after `load` no cached block is left from before.
 4. `score` never reads a cached block, and requests in flight go on while it runs.
 
 Source: paper §2.1 (rollout), §7 (per-token versions).
@@ -82,6 +82,7 @@ class VllmCore:
         self._score_ids = itertools.count()
         self._total_generated_tokens = 0
         with world_of_one(), host_state_kept():
+            vllm_setup.prepare_environment(config)
             model_config = vllm_setup.load_model_config(config)
             self.expected_weights: Mapping[str, tuple[int, ...]] = vllm_setup.expected_weights(model_config)
             self._core = _build_core(config, model_config)
@@ -104,6 +105,7 @@ class VllmCore:
     ) -> ActiveRequest:
         """A request that `admit` takes; its cap includes the end of the context. Any thread. Raises `EngineError`."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         ids = self._checked_ids(prompt_token_ids, most=self.info.max_context_tokens - 1)
         try:
@@ -114,7 +116,7 @@ class VllmCore:
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
             )
-        except ValueError as error:
+        except VLLMValidationError as error:
             raise EngineError(f"request {request_id!r}: vLLM refuses {sampling}: {error}") from error
         return ActiveRequest(request_id, ids, params, on_end)
 
@@ -320,8 +322,7 @@ def _build_core(config: Config, model_config: Any) -> Any:
         cache_bytes = num_blocks * config.engine.block_size * vllm_setup.cache_bytes_per_token(config, model_config)
     arguments = vllm_setup.engine_arguments(config, num_blocks, cache_bytes)
     vllm_config = EngineArgs(**arguments).create_engine_config()
-    with vllm_setup.quiet_transformers():
-        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
 
 
 def _sampling_seed(run_seed: int) -> int:

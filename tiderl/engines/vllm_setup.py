@@ -9,7 +9,7 @@ Invariants (tests/conformance/test_engine.py):
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import logging
 import os
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_environment(config: Config) -> None:
-    """Set what vLLM and its dependencies read from the environment when they are imported. Variables set by the user win,
-    but for the first: with it, vLLM would start a process of its own."""
+    """Set what vLLM reads from the environment while it is imported and built. Variables set by the user win, but for the
+    first: with it, vLLM would start a process of its own. Call it inside `host_state_kept`, which takes the rest back."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {
         "HF_HUB_OFFLINE": "1",
@@ -39,7 +39,9 @@ def prepare_environment(config: Config) -> None:
         "VLLM_CONFIGURE_LOGGING": "0",
     }
     if not config.engine.compile:
-        # Asking for log-probs would otherwise compile C++ for seconds, even in an eager engine.
+        # An eager engine would still compile a function of its sampler: seconds of C++ at the first log-prob. Dynamo must have
+        # been imported before, or it would take this for the whole process, the trainer included.
+        importlib.import_module("torch._dynamo")
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -121,6 +123,7 @@ def engine_arguments(config: Config, num_blocks: int | None, cache_bytes: int | 
         "gpu_memory_utilization": engine.gpu_memory_share,
         "max_num_seqs": engine.max_running,
         "max_num_batched_tokens": max(engine.max_batched_tokens, engine.max_running),
+        "use_tqdm_on_load": False,
         "enforce_eager": not engine.compile,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
@@ -133,17 +136,3 @@ def engine_arguments(config: Config, num_blocks: int | None, cache_bytes: int | 
         "disable_log_stats": True,
         "seed": config.run.seed,
     }
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Any:
-    """No progress bars on the terminal while a model is built."""
-    from transformers.utils import logging as transformers_logging
-
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()

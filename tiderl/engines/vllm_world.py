@@ -138,12 +138,9 @@ class RandomStream:
 
     @classmethod
     def seeded(cls, seed: int) -> RandomStream:
-        """The state that `torch.manual_seed(seed)` would leave, without touching the present one."""
-        host = cls.capture()
-        torch.manual_seed(seed)
-        stream = cls.capture()
-        host.put_back()
-        return stream
+        """The state that `torch.manual_seed(seed)` would leave; the global generators are not touched."""
+        cuda = torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_initialized() else None
+        return cls(torch.Generator().manual_seed(seed).get_state(), cuda)
 
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)

@@ -55,7 +55,8 @@ AVOID_S = 5.0
 class RetryPolicy:
     """When to send a request again."""
 
-    max_attempts: int = 5
+    #: With the pauses below, a server that is restarted in ten seconds goes unnoticed.
+    max_attempts: int = 8
     first_pause_s: float = 0.1
     max_pause_s: float = 5.0
     #: Retry-After is honoured up to this.
@@ -110,6 +111,7 @@ class EnvSession:
         self._client = client
         self._server = server
         self._stepping = False
+        self._ended = False
 
     async def step(self, action: str) -> Stepped:
         """Play one action. Raises `EnvironmentFailure`; then the session is of no more use than for `end`."""
@@ -134,7 +136,9 @@ class EnvSession:
 
     async def end(self) -> None:
         """Free the session's place; harmless if it has ended. Never raises for the server: its lease would free it too."""
-        self._server.in_use -= 1
+        if not self._ended:
+            self._server.in_use -= 1
+            self._ended = True
         try:
             await self._client.send(self, "/end", SessionRequest(secrets.token_hex(8), self.session_id), _nothing)
         except EnvironmentFailure as error:

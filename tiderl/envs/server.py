@@ -114,10 +114,10 @@ class EnvServer:
         try:
             await self.pool.start()
             await self._runner.setup()
-            await web.TCPSite(self._runner, config.host, config.port).start()
-        except OSError as error:
-            await self.stop()
-            raise UserError(_why_not_listening(config, error)) from error
+            try:
+                await web.TCPSite(self._runner, config.host, config.port).start()
+            except OSError as error:
+                raise UserError(_why_not_listening(config, error)) from error
         except BaseException:
             await self.stop()
             raise
@@ -126,13 +126,13 @@ class EnvServer:
         self._reaping = asyncio.create_task(self._reap())
 
     async def stop(self) -> None:
-        """Stop listening, close the environments, end the workers: bounded by DRAIN_S and the workers' CLOSE_S."""
+        """Stop listening, close the environments, end the workers; in seconds, whatever an environment is doing."""
         if self.url:
             self._reaping.cancel()
             await asyncio.gather(self._reaping, return_exceptions=True)
-        await self._runner.cleanup()
+        # Together: the end of the workers is what ends the requests that wait for them.
+        await asyncio.gather(self._runner.cleanup(), self.pool.close())
         await self.service.close()
-        await self.pool.close()
 
     async def _reap(self) -> None:
         while True:

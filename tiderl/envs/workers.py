@@ -113,6 +113,7 @@ class Worker:
         """End the process: it sees the end of its socket; after `grace_s` it is killed."""
         self._reading.cancel()
         self.lost = self.lost or "the server is ending"
+        self._fail_call()
         self._writer.close()
         with contextlib.suppress(ConnectionError):  # the other end may be dead already
             await self._writer.wait_closed()
@@ -138,11 +139,14 @@ class Worker:
         if self.lost:
             return
         self.lost = f"environment worker {self.pid}: {why}"
-        if not self._answer.done():
-            self._answer.set_exception(WorkerLost(self.lost))
-            self._answer.exception()  # nobody may be waiting
+        self._fail_call()
         self.process.kill()
         self.on_lost(self)
+
+    def _fail_call(self) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(WorkerLost(self.lost))
+            self._answer.exception()  # seen: there may be no call in progress to see it
 
 
 class WorkerPool:
@@ -165,22 +169,19 @@ class WorkerPool:
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of tasks by split (as the first worker said at the start)."""
+        """Number of tasks by split, as a worker said at the start."""
         return self._splits
 
     async def start(self) -> None:
         """Start all workers. Raises `UserError`, and then leaves none behind."""
-        starting = [
-            asyncio.create_task(Worker.start(self._env, self._start_timeout_s)) for _ in range(self._num_workers)
-        ]
+        starting = (self._start_worker() for _ in range(self._num_workers))
         results = await asyncio.gather(*starting, return_exceptions=True)
-        self._workers = [result for result in results if isinstance(result, Worker)]
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             await self.close()
             raise failures[0]
         self._splits = self._workers[0].splits
-        for worker in self._workers:
+        for worker in list(self._workers):
             self._watch(worker)
 
     def pick(self) -> Worker | None:
@@ -194,6 +195,10 @@ class WorkerPool:
         await asyncio.gather(*self._chores, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers = []
+
+    async def _start_worker(self) -> None:
+        # Into the list at once: a start that is cancelled must find the workers that are up already.
+        self._workers.append(await Worker.start(self._env, self._start_timeout_s))
 
     def _watch(self, worker: Worker) -> None:
         worker.on_lost = self._lost

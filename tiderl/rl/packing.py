@@ -67,8 +67,9 @@ class PackedBatch:
         if values.shape != self.targets.shape:
             raise ValueError(f"unpack: {values.shape[0]} values for {self.num_targets} targets")
         arrays = [np.zeros(n, dtype=np.float32) for n in self.num_tokens]
-        ends = np.cumsum(np.bincount(self.owners, minlength=len(arrays)))
-        for array, end, start in zip(arrays, ends, [0, *ends[:-1]], strict=True):
+        counts = np.bincount(self.owners, minlength=len(arrays))
+        ends = np.cumsum(counts)
+        for array, start, end in zip(arrays, ends - counts, ends, strict=True):
             array[self.places[start:end]] = values[start:end]
         return arrays
 

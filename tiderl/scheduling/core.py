@@ -51,6 +51,8 @@ class Core:
         self._trained_groups: list[Group] = []
         self._num_skipped = 0
         self._last_step_end_s: float | None = None
+        #: Until the first weight sync the rollout ranks of a resumed run hold the model that the run once started from.
+        self._has_synced = False
         self._stopping: str | None = None
         self._stop_deadline_s: float | None = None
         self.ended = False
@@ -174,6 +176,8 @@ class Core:
     # --- what the ranks report ------------------------------------------------------------------------------------
 
     def _on_trained(self, event: ev.StepTrained, now_s: float) -> list[Action]:
+        if event.abandoned and self._stopping is None:
+            raise IllegalEvent(f"rank {event.rank} abandoned step {event.step}, but nobody has asked for it")
         step = self.training.trained(event)
         return [] if step is None else self._end_step(step, event, now_s)
 
@@ -214,6 +218,7 @@ class Core:
         return [] if sync is None else self._end_sync(sync, now_s)
 
     def _end_sync(self, sync: RollCall, now_s: float) -> list[Action]:
+        self._has_synced = True
         self.rollout.gate.advance(sync.version)
         self.rollout.gate.retire(len(self._trained_groups))
         self._trained_groups = []
@@ -274,8 +279,9 @@ class Core:
             actions += training.prepare_sync(tuple(self._roles), now_s)
         elif training.phase is not Phase.UPDATED and self._is_late(training.deadline_s, now_s):
             return actions + self._fail(f"waited in vain for {training.waits_for()}; the bound is in [timeouts]")
-        actions += self.rollout.request_supply()
-        actions += self.rollout.place_tasks(now_s)
+        if self._has_synced:
+            actions += self.rollout.request_supply()
+            actions += self.rollout.place_tasks(now_s)
         return actions
 
     def _close_evaluation(self, now_s: float) -> list[Action]:

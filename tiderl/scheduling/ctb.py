@@ -39,6 +39,8 @@ class Admission:
         self._max_tasks = max_tasks_per_rank
         self._queue: list[tuple[bool, GroupId, TaskId, Task]] = []
         self._by_headroom: list[tuple[int, Rank]] = []
+        #: What is in that heap: no entry is there twice, or it would grow with every task that comes and goes.
+        self._offered: set[tuple[int, Rank]] = set()
         self._capacity = 0
         self.num_active = 0
         self.ranks: dict[Rank, RankBudget] = {}
@@ -99,8 +101,10 @@ class Admission:
 
     def _offer(self, rank: Rank) -> None:
         """Put the rank into the heap under its present headroom; entries with an older headroom are skipped later."""
-        if self._has_room(rank):
-            heapq.heappush(self._by_headroom, (-self._headroom(rank), rank))
+        entry = (-self._headroom(rank), rank)
+        if self._has_room(rank) and entry not in self._offered:
+            heapq.heappush(self._by_headroom, entry)
+            self._offered.add(entry)
 
     def _roomiest(self) -> Rank | None:
         heap = self._by_headroom
@@ -108,5 +112,5 @@ class Admission:
             negative_headroom, rank = heap[0]
             if -negative_headroom == self._headroom(rank) and self._has_room(rank):
                 return rank
-            heapq.heappop(heap)
+            self._offered.discard(heapq.heappop(heap))
         return None

@@ -93,10 +93,16 @@ class RolloutSide:
             raise IllegalEvent(f"{len(event.groups)} {event.kind.value} groups were supplied, fewer were asked for")
         if event.kind is TaskKind.EVAL and len(event.groups) < self._requested[TaskKind.EVAL]:
             raise IllegalEvent(f"an evaluation of {self._requested[TaskKind.EVAL]} tasks got only {len(event.groups)}")
+        group_ids = {spec.group_id for spec in event.groups}
         for spec in event.groups:
-            if spec.group_id in self.groups or spec.kind is not event.kind:
+            if spec.group_id in self.groups or spec.kind is not event.kind or len(group_ids) < len(event.groups):
                 raise IllegalEvent(f"group {spec.group_id} was supplied twice, or is of the wrong kind")
-        self._requested[event.kind] = 0
+        # Several orders may be on their way at once, each with an answer of its own.
+        self._requested[event.kind] -= len(event.groups)
+        too_late = self.stopped if event.kind is TaskKind.TRAIN else self.round is None
+        if too_late:
+            # The run or the round has ended meanwhile. They are not counted, so that a resumed run draws them again.
+            return []
         if event.kind is TaskKind.TRAIN:
             self.num_supplied += len(event.groups)
         self._admit(event.groups)
@@ -148,9 +154,11 @@ class RolloutSide:
     def turn_ended(self, event: TurnEnded) -> list[Action]:
         task = self._task(event.task_id)
         task.require(TaskState.ACTING, event.rank)
+        total = task.generated_tokens + event.generated_tokens
+        self._require_count(task, total)
         task.state = TaskState.ACTING
         task.context_tokens = event.context_tokens
-        self._generated(task, task.generated_tokens + event.generated_tokens)
+        self._generated(task, total)
         return []
 
     def finished(self, event: TaskFinished, now_s: float) -> list[Action]:
@@ -164,7 +172,8 @@ class RolloutSide:
         self._leave_rank(task, now_s)
         if task.kind is TaskKind.EVAL:
             self.ledger.settle(task.generated_tokens, Account.EVALUATED)
-            if self.round is not None and task.task_id in self.round.open_tasks:
+            if self._is_wanted(task):
+                assert self.round is not None
                 self.round.finish(task.task_id, event.reward, event.success, event.num_turns)
             self._forget(task.group)
             return [DropTrajectories((task.task_id,), "evaluated")]
@@ -179,17 +188,18 @@ class RolloutSide:
         if task.state not in ON_RANK or task.rank != event.rank:
             raise IllegalEvent(f"task {event.task_id} is {task.state.value} on rank {task.rank}, so it cannot fail on {event.rank}")
         self._require_count(task, event.generated_tokens)
+        cancelled = event.kind is FailureKind.CANCELLED
+        if cancelled and self._is_wanted(task):
+            raise IllegalEvent(f"task {event.task_id} was given up by rank {event.rank}, but nobody has cancelled it")
         self._generated(task, event.generated_tokens)
         self._leave_rank(task, now_s)
-        cancelled = event.kind is FailureKind.CANCELLED
         if cancelled and task.kind is TaskKind.TRAIN:
             # The run is ending: the tokens stay held, as those of every group that no step will consume.
             task.state = TaskState.OUT
             return []
         self.ledger.settle(task.generated_tokens, Account.FAILED)
         task.generated_tokens = 0
-        wanted = not cancelled and not (self.stopped and task.kind is TaskKind.TRAIN)
-        again = wanted and event.retryable and task.attempt < self._config.rollout.max_attempts
+        again = self._is_wanted(task) and event.retryable and task.attempt < self._config.rollout.max_attempts
         spec = task.group.spec
         what = f"task {task.task_id} ({spec.env} {spec.split} seed {spec.seed}, attempt {task.attempt}, rank {event.rank})"
         if not cancelled:
@@ -200,7 +210,7 @@ class RolloutSide:
             self.admission.enqueue(task)
             return [Note("warning", f"{what} failed and will be tried again: {event.kind.value}: {event.detail}")]
         task.state = TaskState.OUT
-        note = Note("warning", f"{what} failed and is left out: {event.kind.value}: {event.detail}")
+        note = Note("info" if cancelled else "warning", f"{what} failed and is left out: {event.kind.value}: {event.detail}")
         if task.kind is TaskKind.EVAL:
             self._give_up_evaluation(task)
             return [note]
@@ -215,7 +225,6 @@ class RolloutSide:
         for task in self.admission.drain(TaskKind.EVAL):
             task.state = TaskState.OUT
             self._forget(task.group)
-        self._requested[TaskKind.EVAL] = 0
         return closed, self._cancel_playing(TaskKind.EVAL)
 
     def stop_training_tasks(self) -> list[Action]:
@@ -261,6 +270,12 @@ class RolloutSide:
         if task is None:
             raise IllegalEvent(f"task {task_id} is unknown, or its group is gone")
         return task
+
+    def _is_wanted(self, task: Task) -> bool:
+        """Is there still something that waits for the task's trajectory? Otherwise the task has been cancelled."""
+        if task.kind is TaskKind.TRAIN:
+            return not self.stopped
+        return self.round is not None and task.task_id in self.round.open_tasks
 
     def _require_count(self, task: Task, generated_tokens: int) -> None:
         if generated_tokens < task.generated_tokens:

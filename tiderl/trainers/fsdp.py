@@ -20,7 +20,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np

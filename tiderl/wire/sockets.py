@@ -100,15 +100,15 @@ class CoordinatorSocket:
         self._socket.curve_publickey = keys.server_public.encode()
         self._socket.curve_secretkey = keys.server_secret.encode()
         self._socket.router_mandatory = True
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
         self._gate: asyncio.Task[None] | None = None
 
     async def bind(self, host: str) -> int:
         """Listen on a free port of `host` (an address of this machine, or 0.0.0.0) and return it. Raises `ConfigError`."""
         # The gate must stand before the door opens: without a ZAP handler libzmq lets every CURVE client in.
-        zap = self._context.socket(zmq.REP)
-        zap.linger = 0
-        zap.bind(_ZAP_ENDPOINT)
-        self._gate = asyncio.create_task(self._keep_gate(zap), name="wire-gate")
+        self._zap.bind(_ZAP_ENDPOINT)
+        self._gate = asyncio.create_task(self._keep_gate(), name="wire-gate")
         is_ipv6 = ":" in host
         self._socket.ipv6 = is_ipv6
         try:
@@ -148,21 +148,25 @@ class CoordinatorSocket:
 
     async def close(self, linger_s: float = 1.0) -> None:
         """Stop listening; queued messages get `linger_s` to leave. May be called twice."""
-        if self._gate is not None:
-            self._gate.cancel()
-            await asyncio.wait([self._gate])
+        await _end(self._gate)
+        self._zap.close()
         await _terminate(self._context, self._socket, linger_s)
 
-    async def _keep_gate(self, zap: zmq.asyncio.Socket) -> None:
+    async def _keep_gate(self) -> None:
         """Answer libzmq's question whether a peer may come in, for as long as the socket lives."""
-        try:
-            while True:
-                version, request_id, _domain, _address, _identity, mechanism, *credentials = await zap.recv_multipart()
-                allowed = mechanism == b"CURVE" and credentials == [self._client_key]
-                verdict = (b"200", b"OK", b"worker") if allowed else (b"400", b"unknown key", b"")
-                await zap.send_multipart([version, request_id, *verdict, b""])
-        finally:
-            zap.close()
+        while True:
+            (
+                version,
+                request_id,
+                _domain,
+                _address,
+                _identity,
+                mechanism,
+                *credentials,
+            ) = await self._zap.recv_multipart()
+            allowed = mechanism == b"CURVE" and credentials == [self._client_key]
+            verdict = (b"200", b"OK", b"worker") if allowed else (b"400", b"unknown key", b"")
+            await self._zap.send_multipart([version, request_id, *verdict, b""])
 
 
 class WorkerSocket:
@@ -181,6 +185,9 @@ class WorkerSocket:
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket, max_message_bytes, max_queued_messages)
         self._socket.identity = _identity(rank)
+        # An event that nobody will read must not keep the context from ending.
+        self._monitor = self._socket.get_monitor_socket(_WATCHED_EVENTS)
+        self._monitor.linger = 0
         self._watch: asyncio.Task[None] | None = None
         self._joined: asyncio.Future[str] | None = None
         self._doubt = ""
@@ -202,6 +209,12 @@ class WorkerSocket:
         self._socket.heartbeat_timeout = max(1, int(lost_s * 1000))
         # libzmq would join again by itself after a loss, with a gap in the messages: so it must not try (0 would mean "at once").
         self._socket.reconnect_ivl = _NEVER_MS
+        try:
+            self._socket.connect(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            raise WireError(
+                f"rank {self._rank} cannot connect to {address!r}, which should be host:port: {error}"
+            ) from error
         self._watch = asyncio.create_task(self._watch_connection(f"tcp://{address}"), name="wire-watch")
         await asyncio.wait({self._joined}, timeout=timeout_s)
         if not self._joined.done():
@@ -251,9 +264,10 @@ class WorkerSocket:
 
     async def close(self, linger_s: float = 1.0) -> None:
         """Leave; queued messages get `linger_s` to go out. May be called twice."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        await _end(self._watch)
+        if not self._monitor.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
         await _terminate(self._context, self._socket, linger_s)
 
     def _require_joined(self) -> asyncio.Future[str]:
@@ -262,30 +276,24 @@ class WorkerSocket:
         return self._lost
 
     async def _watch_connection(self, endpoint: str) -> None:
-        """Connect, and turn libzmq's events into the two facts that matter: joined (or refused), and lost."""
+        """Turn libzmq's events into the two facts that matter: joined (or refused), and lost."""
         joined, lost = self._joined, self._require_joined()
         assert joined is not None
-        monitor = self._socket.get_monitor_socket(_WATCHED_EVENTS)
-        self._socket.connect(endpoint)
-        try:
-            while not lost.done():
-                event = (await recv_monitor_message(monitor))["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    joined.set_result("accepted")
-                elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                    joined.set_result("refused")
-                    return
-                elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    self._doubt = " (which hangs up in the handshake: perhaps it belongs to another job)"
-                elif event == zmq.EVENT_DISCONNECTED and joined.done():
-                    lost.set_result(f"rank {self._rank} has lost its connection to the coordinator at {endpoint}")
-                elif event == zmq.EVENT_CONNECT_RETRIED:
-                    await asyncio.sleep(_RETRY_S)
-                    self._socket.disconnect(endpoint)
-                    self._socket.connect(endpoint)
-        finally:
-            self._socket.disable_monitor()
-            monitor.close()
+        while not lost.done():
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                joined.set_result("accepted")
+            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                joined.set_result("refused")
+                return
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._doubt = " (which hangs up in the handshake: perhaps it belongs to another job)"
+            elif event == zmq.EVENT_DISCONNECTED and joined.done():
+                lost.set_result(f"rank {self._rank} has lost its connection to the coordinator at {endpoint}")
+            elif event == zmq.EVENT_CONNECT_RETRIED:
+                await asyncio.sleep(_RETRY_S)
+                self._socket.disconnect(endpoint)
+                self._socket.connect(endpoint)
 
 
 def _identity(rank: int) -> bytes:
@@ -302,6 +310,12 @@ def _check_sizes(what: str, frames: Sequence[Buffer], max_message_bytes: int) ->
     num_bytes = sum(len(frame) for frame in frames)
     if num_bytes > max_message_bytes:
         raise WireError(f"{what} has {num_bytes} bytes, over the limit of {max_message_bytes} (wire.max_message_bytes)")
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _terminate(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, linger_s: float) -> None:

@@ -47,15 +47,18 @@ def canary_ids(model_path: str) -> list[int]:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """A 64-bit sum of a uint8 tensor, sensitive to every bit and to the order of its 8 KiB rows; one pass over memory."""
+    """A 64-bit sum of a uint8 tensor, sensitive to every bit and to the order of its 8 KiB rows; one pass over memory.
+
+    All weights are odd: an even one would shift the top bit of a word out of the sum.
+    """
     num_bytes = data.numel()
     row_bytes = _ROW_WORDS * 8
     whole = num_bytes // row_bytes * row_bytes
     rows = data[:whole].view(torch.int64).view(-1, _ROW_WORDS).sum(dim=1)
-    weights = torch.arange(1, rows.numel() + 1, dtype=torch.int64, device=data.device)
+    weights = torch.arange(rows.numel(), dtype=torch.int64, device=data.device) * 2 + 1
     tail = torch.zeros(row_bytes, dtype=torch.uint8, device=data.device)
     tail[: num_bytes - whole] = data[whole:]
-    tail_sum = (tail.view(torch.int64) * torch.arange(1, _ROW_WORDS + 1, device=data.device)).sum()
+    tail_sum = (tail.view(torch.int64) * (torch.arange(_ROW_WORDS, device=data.device) * 2 + 1)).sum()
     return int(((rows * weights).sum() + tail_sum * 31 + num_bytes).item())
 
 

@@ -1,0 +1,170 @@
+"""One actor of a trainer under test, as a process of its own: JSON commands on stdin, JSON answers on stdout.
+
+Run as a script by `test_trainer.py`: `actor_process.py RANK WORLD_SIZE STORE_FILE`. A command is a list: the name of a
+function below and its arguments. The answer is {"result": ...} or {"error": type, "message": text}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tiderl.config.schema import AgentConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from tiderl.errors import TideError
+from tiderl.trainers.fsdp import FsdpTrainer
+from tiderl.types import Finish, GroupId, MicroBatch, MicroBatchId, TaskId, TaskKind, Trajectory
+
+SECTIONS = {
+    "agent": AgentConfig,
+    "model": ModelConfig,
+    "loss": LossConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "trainer": TrainerConfig,
+}
+
+
+def to_trajectory(plain: dict[str, Any]) -> Trajectory:
+    """The trajectory of a JSON object of four arrays."""
+    return Trajectory(
+        task_id=TaskId(plain.get("task_id", 0)),
+        group_id=GroupId(0),
+        kind=TaskKind.TRAIN,
+        token_ids=np.array(plain["token_ids"], dtype=np.int32),
+        generated=np.array(plain["generated"], dtype=np.bool_),
+        log_probs=np.array(plain["log_probs"], dtype=np.float32),
+        weight_versions=np.array(plain["weight_versions"], dtype=np.int32),
+        turns=(),
+        images=(),
+        reward=0.0,
+        success=False,
+        finish=Finish.DONE,
+    )
+
+
+class Actor:
+    """The commands. Each is made on every rank; arguments that are lists of one entry a rank are picked from by `rank`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.trainer: FsdpTrainer
+
+    def start(self, settings: dict[str, dict[str, Any]]) -> int:
+        config = Config(**{name: SECTIONS[name](**values) for name, values in settings.items()})
+        assert dist.group.WORLD is not None
+        self.trainer = FsdpTrainer(config, dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
+        self.trainer.start()
+        return self.trainer.version
+
+    def step(self, micro_batches: list[list[dict[str, Any]]], abandon: list[bool]) -> dict[str, Any]:
+        """A whole step; `micro_batches[rank]` are this rank's, each {"trajectories", "advantages"}."""
+        self.trainer.begin_step()
+        results = [self.train(m["trajectories"], m["advantages"]) for m in micro_batches[self.rank]]
+        done = self.trainer.end_step(abandon=abandon[self.rank])
+        return {
+            "results": results,
+            "updated": done.updated,
+            "abandoned": done.abandoned,
+            "version": done.version,
+            "grad_norm": done.grad_norm,
+            "lr": done.lr,
+            "num_trained_tokens": done.num_trained_tokens,
+        }
+
+    def train(self, plain: list[dict[str, Any]], advantages: list[float]) -> dict[str, Any]:
+        trajectories = tuple(to_trajectory(t) for t in plain)
+        micro_batch = MicroBatch(MicroBatchId(0), 0, trajectories, tuple(advantages))
+        reference = None
+        if self.trainer._config.loss.kl_weight > 0.0:
+            reference = self.trainer.reference_log_probs(trajectories)
+        result = self.trainer.train_micro_batch(micro_batch, reference)
+        return {
+            "num_tokens": result.num_tokens,
+            "num_trained_tokens": result.num_trained_tokens,
+            "num_padding_tokens": result.num_padding_tokens,
+            "sums": dict(result.sums),
+            "max_same_version_gap": result.max_same_version_gap,
+        }
+
+    def begin(self) -> None:
+        self.trainer.begin_step()
+
+    def reference(self, plain: list[dict[str, Any]]) -> list[list[float]]:
+        return [a.tolist() for a in self.trainer.reference_log_probs([to_trajectory(t) for t in plain])]
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        scores: list[float] = self.trainer.score(token_ids).tolist()
+        return scores
+
+    def version(self) -> int:
+        return self.trainer.version
+
+    def weights(self, file: str) -> list[str]:
+        """Write `full_weights` to an .npz (rank 0); returns the names in order, which every rank must agree on."""
+        weights = [(name, tensor.float().numpy()) for name, tensor in self.trainer.full_weights()]
+        if self.rank == 0:
+            np.savez(file, **dict(weights))  # type: ignore[arg-type]
+        return [name for name, _ in weights]
+
+    def state(self, file: str) -> str:
+        """Write weights and moments, whole, to an .npz (rank 0); returns a checksum."""
+        tensors = {name: tensor.full_tensor().numpy() for name, tensor in self.trainer._state().items()}  # type: ignore[attr-defined]
+        if self.rank == 0:
+            np.savez(file, **tensors)
+        digest = hashlib.sha256()
+        for name in sorted(tensors):
+            digest.update(name.encode() + tensors[name].tobytes())
+        return digest.hexdigest()
+
+    def save(self, folder: str, wait: bool) -> None:
+        self.trainer.save(Path(folder))
+        if wait:
+            self.trainer.wait_saved()
+
+    def wait_saved(self) -> None:
+        self.trainer.wait_saved()
+
+    def load(self, folder: str) -> int:
+        self.trainer.load(Path(folder))
+        return self.trainer.version
+
+    def export(self, folder: str) -> None:
+        self.trainer.export_hf(Path(folder))
+
+
+def main(rank: int, world_size: int, store_file: str) -> None:
+    # Answers own the real stdout; whatever libraries print goes to stderr.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store_file}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    actor = Actor(rank)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            answer = {"result": getattr(actor, name)(*arguments)}
+        except (TideError, ValueError) as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
