@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,10 @@ from hypothesis import strategies as st
 
 from tiderl.scheduling.staleness import StalenessGate
 from tiderl.types import WeightVersion
+
+
+def versions(counts: dict[int, int]) -> dict[WeightVersion, int]:
+    return {WeightVersion(version): count for version, count in counts.items()}
 
 
 def gate_of(staleness: int, groups_per_step: int, steps: int, version: int = 0) -> StalenessGate:
@@ -34,17 +39,34 @@ def test_quota_by_hand(staleness: int, groups: int, steps: int, version: int, ou
     assert gate.quota == quota
 
 
-def test_due_and_late_by_hand() -> None:
+def test_late_by_hand() -> None:
     gate = gate_of(2, 1, 100, 10)
-    assert [gate.is_due(WeightVersion(v)) for v in (7, 8, 9, 10)] == [True, True, False, False]
     assert [gate.is_late(WeightVersion(v)) for v in (7, 8, 9, 10)] == [True, False, False, False]
+    on_policy = gate_of(0, 1, 100, 5)
+    assert [on_policy.is_late(WeightVersion(v)) for v in (4, 5)] == [True, False]
 
 
-def test_without_staleness_everything_is_due_at_once() -> None:
-    gate = gate_of(0, 1, 100, 5)
-    assert gate.is_due(WeightVersion(5))
-    assert not gate.is_late(WeightVersion(5))
-    assert gate.is_late(WeightVersion(4))
+@pytest.mark.parametrize(
+    ("staleness", "playing", "ready", "leaves_time"),
+    [
+        # Version 5, two groups a step. A group of version 5 - staleness must be in this step.
+        (1, {4: 1}, {5: 2}, False),
+        (1, {5: 2}, {4: 2}, True),
+        (1, {}, {4: 2, 5: 2}, True),
+        (0, {5: 1}, {5: 2}, False),
+        # Version 4 has this step and the next: four groups at most, and two of them not after this one.
+        (2, {4: 2}, {5: 2}, True),
+        (2, {4: 3}, {5: 2}, False),
+        (2, {4: 3}, {4: 1, 5: 1}, False),
+        (2, {4: 2}, {4: 2, 5: 1}, True),
+        # Groups of version 5 have three steps; together with older ones they must not be too many either.
+        (2, {4: 2, 5: 2}, {5: 2}, True),
+        (2, {4: 2, 5: 3}, {5: 2}, False),
+    ],
+)
+def test_leaves_time_by_hand(staleness: int, playing: dict[int, int], ready: dict[int, int], leaves_time: bool) -> None:
+    gate = gate_of(staleness, 2, 100, 5)
+    assert gate.leaves_time(versions(playing), versions(ready)) is leaves_time
 
 
 def test_what_the_bound_forbids_is_refused() -> None:
@@ -61,36 +83,37 @@ def test_what_the_bound_forbids_is_refused() -> None:
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**32))
 def test_invariants_over_a_run(staleness: int, groups_per_step: int, steps: int, seed: int) -> None:
-    """Groups are admitted at once or later, finish in any order, and drop out at random; steps take the due ones first."""
+    """Groups are admitted at once or later, become ready in any order, and drop out at random."""
     rng = random.Random(seed)
     gate = gate_of(staleness, groups_per_step, steps)
-    waiting: list[int] = []  # start versions of admitted groups
+    playing: list[WeightVersion] = []
+    ready: list[WeightVersion] = []
     num_admitted = num_dropped = num_trained = 0
-    while gate.version < steps:
-        quota = gate.quota if len(waiting) < groups_per_step else rng.randint(0, gate.quota)
-        gate.admit(quota)
-        num_admitted += quota
-        waiting += [gate.version] * quota
+
+    def admit(count: int) -> None:
+        nonlocal num_admitted
+        gate.admit(count)
+        num_admitted += count
+        playing.extend([gate.version] * count)
         assert gate.outstanding <= (staleness + 1) * groups_per_step  # invariant 1
         assert num_admitted - num_dropped <= steps * groups_per_step  # invariant 3
-        if rng.random() < 0.3 and waiting:
-            waiting.pop(rng.randrange(len(waiting)))
+
+    while gate.version < steps:
+        admit(gate.quota if not playing else rng.randint(0, gate.quota))
+        group = playing.pop(rng.randrange(len(playing))) if playing else None
+        if group is not None and rng.random() < 0.2:
             gate.retire(1)
             num_dropped += 1
-        if len(waiting) < groups_per_step:
+        elif group is not None:
+            ready.append(group)
+        if len(ready) < groups_per_step or not gate.leaves_time(Counter(playing), Counter(ready)):
             continue
-        rng.shuffle(waiting)
-        waiting.sort(key=lambda start: not gate.is_due(WeightVersion(start)))
-        batch, waiting = waiting[:groups_per_step], waiting[groups_per_step:]
-        assert not any(gate.is_late(WeightVersion(start)) for start in batch)  # invariant 2
+        ready.sort()
+        batch, ready = ready[:groups_per_step], ready[groups_per_step:]
         num_trained += len(batch)
-        # While the weights travel, groups may still start under the old ones.
-        early = rng.randint(0, gate.quota)
-        gate.admit(early)
-        num_admitted += early
-        waiting += [gate.version] * early
+        admit(rng.randint(0, gate.quota))  # while the weights travel, groups still start under the old ones
         gate.advance(WeightVersion(gate.version + 1))
         gate.retire(groups_per_step)
-        assert not any(gate.is_late(WeightVersion(start)) for start in waiting)  # invariant 2
+        assert not any(gate.is_late(start) for start in [*playing, *ready])  # invariant 2
     assert num_trained == steps * groups_per_step
-    assert not waiting and gate.outstanding == 0  # invariant 3: nothing was generated in vain
+    assert not playing and not ready and gate.outstanding == 0  # invariant 3: nothing was generated in vain

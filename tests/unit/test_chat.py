@@ -95,7 +95,9 @@ def test_a_template_that_drops_reasoning_drops_none_of_the_recorded_ids() -> Non
 
 def test_without_a_system_message_the_instruction_heads_the_first_observation() -> None:
     chat = ChatFormat(TOKENIZERS["llama3"], system_prompt=False)
-    assert chat.initial("Walk.", Observation("wall")) == rendered("llama3", [{"role": "user", "content": "Walk.\n\nwall"}])
+    assert chat.initial("Walk.", Observation("wall")) == rendered(
+        "llama3", [{"role": "user", "content": "Walk.\n\nwall"}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,12 @@ def test_without_a_system_message_the_instruction_heads_the_first_observation() 
 def test_a_generation_stops_at_the_end_of_turn_and_at_eos(name: str, stops: tuple[str, str]) -> None:
     tokenizer = TOKENIZERS[name]
     assert ChatFormat(tokenizer).stop_token_ids == tuple(tokenizer.convert_tokens_to_ids(list(stops)))
-    assert ChatFormat(make_tokenizer(TEMPLATES[name], stops[0])).stop_token_ids == (tokenizer.convert_tokens_to_ids(stops[0]),)
-    assert ChatFormat(make_tokenizer(TEMPLATES[name], None)).stop_token_ids == (tokenizer.convert_tokens_to_ids(stops[0]),)
+    assert ChatFormat(make_tokenizer(TEMPLATES[name], stops[0])).stop_token_ids == (
+        tokenizer.convert_tokens_to_ids(stops[0]),
+    )
+    assert ChatFormat(make_tokenizer(TEMPLATES[name], None)).stop_token_ids == (
+        tokenizer.convert_tokens_to_ids(stops[0]),
+    )
 
 
 def test_a_generation_that_ended_with_eos_still_gets_its_end_of_turn() -> None:
@@ -137,7 +143,9 @@ NUMBERED = (
     "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
 )
 LAST_ONLY = "<|im_start|>{{ messages[-1]['content'] }}<|im_end|>{%- if add_generation_prompt %}<|im_start|>{%- endif %}"
-NO_SYSTEM = "{%- if messages[0]['role'] == 'system' %}{{ raise_exception('system role not supported') }}{%- endif %}" + CHATML
+NO_SYSTEM = (
+    "{%- if messages[0]['role'] == 'system' %}{{ raise_exception('system role not supported') }}{%- endif %}" + CHATML
+)
 FIRST_PROMPT_DIFFERS = (
     "{%- for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>{{ 'first' if messages | length < 3 else 'later' }}{%- endif %}"

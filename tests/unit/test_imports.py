@@ -21,7 +21,9 @@ PACKAGE = ROOT / "tiderl"
 FLOORS = (
     ("launch", "cli"),
     ("coordinator", "worker", "sim"),
-    ("engines", "trainers", "agent", "envs", "observe"),
+    # The agent's loop plays an environment with an engine, so it stands on both.
+    ("agent",),
+    ("engines", "trainers", "envs", "observe"),
     ("rl", "wire", "profiles"),
     ("scheduling",),
     ("config",),
@@ -31,6 +33,13 @@ FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floo
 
 #: Packages that only these files (or the files in these folders) may import at all.
 RESERVED = {
+    "torch": (
+        "tiderl/engines/",
+        "tiderl/trainers/",
+        "tiderl/rl/",
+        "tiderl/worker/",
+        "tiderl/agent/tiny_model.py",
+    ),
     "zmq": ("tiderl/wire/sockets.py",),
     "vllm": ("tiderl/engines/vllm",),
     "megatron": ("tiderl/trainers/megatron",),
@@ -40,8 +49,9 @@ RESERVED = {
     "prometheus_client": ("tiderl/observe/",),
     "tyro": ("tiderl/config/load.py",),
 }
-#: Packages that are loaded on first use: no module imports them when it is itself imported.
-ON_FIRST_USE = ("vllm", "megatron", "transformers", "minigrid", "gymnasium", "tyro")
+#: Packages that are loaded on first use: no module imports them when it is itself imported. (vllm and megatron have files of
+#: their own, which are imported on first use themselves.)
+ON_FIRST_USE = ("transformers", "minigrid", "gymnasium", "tyro")
 #: What the functional core may import from outside.
 PURE = {"tiderl.scheduling": {"numpy"}, "tiderl.types": {"numpy"}, "tiderl.errors": set()}
 #: Never: code of whoever wrote the bytes would run.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import itertools
 import json
@@ -109,6 +110,7 @@ def from_json(text: str) -> Config:
     return from_dict(tables)
 
 
+@functools.cache
 def settings_paths() -> tuple[str, ...]:
     """The dotted path of every setting, in the order of the schema."""
     return tuple(_leaves(to_dict(Config())))
@@ -128,8 +130,14 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
+@functools.cache
+def _annotations(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
 def _overlay(section: Any, table: Mapping[str, Any], prefix: str, origin: str) -> Any:
-    annotations = typing.get_type_hints(type(section))
+    kind: type = type(section)
+    annotations = _annotations(kind)
     changes = {}
     for key, value in table.items():
         path = f"{prefix}{key}"

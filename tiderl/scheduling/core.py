@@ -317,8 +317,8 @@ class Core:
             training.deadline_s = rollout.round.deadline_s
             return []
         actions = rollout.take_late()
-        wait_for_due = self._config.schedule.on_late == "wait" and rollout.has_open_due_group()
-        if len(rollout.ready) >= self._config.train.groups_per_step and not wait_for_due:
+        must_wait = self._config.schedule.on_late == "wait" and rollout.must_wait()
+        if len(rollout.ready) >= self._config.train.groups_per_step and not must_wait:
             signals = rollout.ready.signals(now_s)
             groups = [rollout.groups[rollout.ready.take()] for _ in range(self._config.train.groups_per_step)]
             actions += training.open_step(groups, signals, now_s)

@@ -16,7 +16,7 @@ Source: paper §2.1 (RAS, TPRM), §5.2 (head-of-line latency).
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from tiderl.types import GroupId, WeightVersion
@@ -38,6 +38,8 @@ class ReadinessBuffer:
         self._heap: list[tuple[WeightVersion, GroupId]] = []
         self._arrivals: deque[tuple[float, GroupId]] = deque()
         self._waiting: set[GroupId] = set()
+        #: How many groups are ready, by start version.
+        self.num_by_version: Counter[WeightVersion] = Counter()
         self._step_started_s = 0.0
         self._last_arrival_s: float | None = None
         self._num_arrivals = 0
@@ -52,13 +54,17 @@ class ReadinessBuffer:
         heapq.heappush(self._heap, (start_version, group_id))
         self._arrivals.append((now_s, group_id))
         self._waiting.add(group_id)
+        self.num_by_version[start_version] += 1
         self._last_arrival_s = now_s
         self._num_arrivals += 1
 
     def take(self) -> GroupId:
         """Remove and return the group that should be trained next."""
-        _, group_id = heapq.heappop(self._heap)
+        start_version, group_id = heapq.heappop(self._heap)
         self._waiting.remove(group_id)
+        self.num_by_version[start_version] -= 1
+        if not self.num_by_version[start_version]:
+            del self.num_by_version[start_version]
         return group_id
 
     def oldest_start_version(self) -> WeightVersion | None:

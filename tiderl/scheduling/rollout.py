@@ -54,7 +54,7 @@ class RolloutSide:
         self.stopped = False
         self._requested: dict[TaskKind, int] = dict.fromkeys(TaskKind, 0)
         self._next_task_id = 0
-        #: Open training groups by start version: how many of each, to know whether a due group is still being played.
+        #: Training groups that are still being played: how many of each start version.
         self._open_by_version: dict[WeightVersion, int] = {}
         self._idle_since_s: dict[Rank, float] = {}
         self.rollout_wait_s = 0.0
@@ -138,9 +138,9 @@ class RolloutSide:
             actions.append(StartTask(rank, task.task_id, task.group.spec, task.attempt))
         return actions
 
-    def has_open_due_group(self) -> bool:
-        """Is a group still being played that must be trained in the next step?"""
-        return any(self.gate.is_due(version) for version in self._open_by_version)
+    def must_wait(self) -> bool:
+        """Would a step with the groups that are ready now make one too late that is still being played?"""
+        return bool(self._open_by_version) and not self.gate.leaves_time(self._open_by_version, self.ready.num_by_version)
 
     # --- what the ranks report ------------------------------------------------------------------------------------
 

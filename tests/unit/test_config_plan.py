@@ -1,0 +1,76 @@
+"""The plan of `--dry-run`: its numbers, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import re
+
+from tiderl.config.load import overlay
+from tiderl.config.plan import describe
+from tiderl.config.schema import Config
+
+CONFIG = overlay(
+    Config(),
+    {
+        "env": {"urls": ["http://a:1", "http://b:2"]},
+        "roles": {"num_actors": 2, "num_ref": 1},
+        "model": {"dtype": "bfloat16", "max_context_tokens": 1000},
+        "train": {"steps": 10, "groups_per_step": 3, "group_size": 4},
+        "trainer": {"max_micro_batch_tokens": 2500},
+        "engine": {"kv_cache_tokens": 6400},
+        "rollout": {"kv_reserve": 0.25},
+        "loss": {"kl_weight": 0.1},
+    },
+)
+
+
+def row(text: str, name: str) -> str:
+    found = re.search(rf"^  {name} +(.*)$", text, re.MULTILINE)
+    assert found is not None, f"no row {name!r} in:\n{text}"
+    return found[1]
+
+
+def test_roles() -> None:
+    text = describe(CONFIG, 8)
+    assert row(text, "actor").startswith("ranks 0-1:")
+    assert row(text, "rollout").startswith("ranks 2-6:")
+    assert row(text, "ref").startswith("rank 7:")
+    assert row(text, "environment") == "babyai at http://a:1, http://b:2"
+
+
+def test_a_step() -> None:
+    text = describe(CONFIG, 8)
+    assert row(text, "groups") == "3 of 4 trajectories: 12 trajectories"
+    assert row(text, "tokens") == "at most 12,000, 6,000 an actor"
+    assert row(text, "micro-batch") == "at most 2,500 tokens: 2 of the longest trajectories"
+    assert row(text, "trajectories alive") == "at most 24 (max_staleness 1)"
+    assert row(text, "steps") == "10, 120 trajectories in all"
+
+
+def test_the_kv_cache() -> None:
+    text = describe(CONFIG, 8)
+    assert row(text, "KV cache") == "6,400 tokens, 4,800 of them for admission"
+    assert row(text, "longest tasks at once") == "4"
+    assert "what the engine finds" in describe(Config(), 2)
+
+
+def test_memory() -> None:
+    # 2**30 parameters: 2 GiB of bf16 weights, 4 GiB of fp32 gradients, 16 GiB / 2 of master weights, moments, reduced gradients
+    text = describe(CONFIG, 8, 2**30)
+    memory = text[text.index("Memory") :]
+    assert row(memory, "actor") == "14.0 GiB: weights 2.0 GiB, gradients 4.0 GiB, optimizer shard 8.0 GiB"
+    assert row(memory, "rollout").startswith("2.0 GiB of weights")
+    assert row(memory, "ref") == "2.0 GiB"
+    assert "not known" in describe(CONFIG, 8)
+
+
+def test_a_colocated_reference_is_counted_on_the_actors() -> None:
+    colocated = overlay(CONFIG, {"roles": {"num_ref": 0}})
+    text = describe(colocated, 8, 2**30)
+    assert row(text, "ref") == "on the actors' ranks (colocated)"
+    assert row(text[text.index("Memory") :], "actor").startswith("16.0 GiB")
+
+
+def test_every_timeout_is_in_the_table_of_waits() -> None:
+    text = describe(CONFIG, 8)
+    settings = [name for name in vars(CONFIG.timeouts) if name != "heartbeat_s"]
+    assert [name for name in settings if f"timeouts.{name}" not in text] == []
