@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from tiderl.config.schema import AgentConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from tiderl.errors import TideError
+from tiderl.trainers import checkpoint
 from tiderl.trainers.fsdp import FsdpTrainer
 from tiderl.types import Finish, GroupId, MicroBatch, MicroBatchId, TaskId, TaskKind, Trajectory
 
@@ -130,6 +132,19 @@ class Actor:
         self.trainer.save(Path(folder))
         if wait:
             self.trainer.wait_saved()
+
+    def write_late(self, seconds: float) -> None:
+        """Rank 1's part of the next checkpoint takes this much longer."""
+        writer = checkpoint.HuggingFaceStorageWriter
+        write_data = writer.write_data
+
+        def slow(*arguments: Any) -> Any:
+            writer.write_data = write_data  # type: ignore[method-assign]
+            time.sleep(seconds)
+            return write_data(*arguments)
+
+        if self.rank == 1:
+            writer.write_data = slow  # type: ignore[method-assign]
 
     def wait_saved(self) -> None:
         self.trainer.wait_saved()

@@ -523,6 +523,20 @@ def test_an_exported_folder_loads_in_transformers(
     assert {a["error"] for a in actors.ask("export", str(tmp_path / "hf"))} == {"TrainerError"}
 
 
+def test_an_export_may_follow_a_save_that_is_still_being_written(
+    worlds: Callable[[int], Actors], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Both have collectives; the export's must not slip between those of the thread that writes the checkpoint."""
+    two = worlds(2)
+    two.run("start", settings(models["untied"]))
+    two.run("write_late", 0.5)
+    two.run("save", str(tmp_path / "saved"), False)
+    two.run("export", str(tmp_path / "hf"))
+    two.run("wait_saved")
+    assert (tmp_path / "saved" / "checkpoint.json").exists()
+    assert (tmp_path / "hf" / "config.json").exists()
+
+
 def test_calls_out_of_order_are_refused(actors: Actors, models: dict[str, Path], tmp_path: Path) -> None:
     def refused(*command: Any) -> str:
         answers = actors.ask(*command)

@@ -124,6 +124,25 @@ def test_a_failure_that_cannot_be_mended_is_not_tried_again() -> None:
     assert world.attempts[TaskId(0)] == 1 and TaskId(0) not in world.playing
 
 
+def test_failures_in_a_row_without_any_success_end_the_job() -> None:
+    config = small_config(steps=9)
+    config = replace(config, rollout=replace(config.rollout, max_failures_in_a_row=4))
+    world = World(config)
+    start(world)
+
+    def fail_some(count: int) -> None:
+        for _ in range(count):
+            world.fail(min(world.playing), retryable=True)
+
+    fail_some(3)
+    finish_task(world, min(world.playing))
+    fail_some(3)
+    assert world.shutdown is None, "a success in between starts the count anew"
+    fail_some(1)
+    assert world.shutdown is not None and world.shutdown.exit_code == 2
+    assert "rollout.max_failures_in_a_row" in world.shutdown.reason and "env broke" in world.shutdown.reason
+
+
 def test_a_failed_task_is_no_reward_of_zero() -> None:
     """Rollout 2 and 3: two of three are left, and their advantages are those of a group of two."""
     world = World(small_config(group_size=3, groups_per_step=1, max_staleness=0))
@@ -296,6 +315,30 @@ def test_a_checkpoint_that_fails_beside_the_training_is_noted_and_a_final_one_en
         world.tell(ev.CheckpointSaved(save.step, save.final, rank, False, "disk full"))
         assert "disk full" in world.notes[-1].text and world.notes[-1].level == "error"
         assert (world.shutdown is not None) == final
+
+
+def test_a_checkpoint_that_lacks_a_part_is_never_called_complete() -> None:
+    """Neither when the other parts come later, nor for the final save of the same step, which stands for itself."""
+    world = World(small_config(steps=3, checkpoint_every=1, num_actors=2))
+    world.play(random.Random(0), until=lambda: len(world.saves) == 2 and world.step is None)
+    world.saves.remove(world.saves[0])
+    world.tell(ev.CheckpointSaved(1, False, Rank(0), False, "disk full"))
+    assert world.deliver(("saved", 0)) == ()
+    assert not any("is on disk" in note.text for note in world.notes)
+    assert world.core.training.on_disk == set()
+    world.play(random.Random(0))
+    assert world.core.training.on_disk == {2, 3}
+
+
+def test_a_broken_checkpoint_does_not_keep_the_final_one_from_ending_the_job() -> None:
+    world = World(small_config(steps=2, checkpoint_every=1))
+    world.play(random.Random(0), until=lambda: len(world.saves) == 1)
+    first = world.saves.pop()
+    world.play(random.Random(0), until=lambda: any(save.final for _, save in world.saves))
+    world.deliver(("saved", 0))
+    assert world.shutdown is None, "the first one is still being written"
+    assert kinds(world.tell(ev.CheckpointSaved(first[1].step, False, first[0], False, "disk full"))) == ["Note", "Shutdown"]
+    assert world.shutdown is not None and world.shutdown.exit_code == 0
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

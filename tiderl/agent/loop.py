@@ -7,7 +7,9 @@ Invariants (tests/unit/test_loop.py):
 
 1. `generated` is True exactly for ids that the engine returned, with its log-probs and versions.
 2. Every generation is reported with `TurnStarted` before and `TurnEnded` after it.
-3. Whatever goes wrong, the environment session is ended, and the number of generated tokens is known.
+3. Whatever goes wrong, the environment session is ended, and the number of generated tokens is known: a generation is never
+   thrown away in the middle, but aborted, so that the engine hands over what it has made.
+4. No trajectory is longer than `model.max_context_tokens`: an observation that does not fit is left out and ends the episode.
 
 Source: paper §2.1 (turns), §7 (each token records its version).
 """
@@ -63,8 +65,12 @@ class Chat(Protocol):
     def action_text(self, generated_ids: list[int]) -> str: ...
 
 
-class Cancelled(TideError):
-    """The coordinator has cancelled the task."""
+class PromptTooLong(TideError):
+    """The environment's first observation fills the whole context."""
+
+
+class Stopped(TideError):
+    """The coordinator has cancelled the task, or its time is up."""
 
 
 @dataclass(slots=True)
@@ -108,31 +114,41 @@ class TaskPlayer:
         self._report = report
         self._record = Recorder()
         self._request_id = f"task{order.task_id}.{order.attempt}"
-        self._cancelled = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._stopped_as = FailureKind.CANCELLED
         temperature = config.eval.temperature if order.group.kind is TaskKind.EVAL else config.agent.temperature
         self._sampling = Sampling(temperature, config.agent.max_new_tokens, tuple(chat.stop_token_ids))
 
     def cancel(self) -> None:
         """Stop as soon as possible; tokens made so far are counted."""
-        self._cancelled.set()
+        self._stop(FailureKind.CANCELLED)
+
+    def _stop(self, kind: FailureKind) -> None:
+        if not self._stopped.is_set():
+            self._stopped_as = kind
+        self._stopped.set()
         self._engine.abort(self._request_id)
 
     async def play(self) -> tuple[TaskFinished, Trajectory] | TaskFailed:
         """The task's outcome; never raises for what can go wrong with one task."""
+        timeout_s = self._config.rollout.task_timeout_s
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._stop, FailureKind.TIMEOUT)
         try:
-            async with asyncio.timeout(self._config.rollout.task_timeout_s):
-                return await self._episode()
+            return await self._episode()
         except EnvironmentFailure as error:
             return self._failure(FailureKind.ENVIRONMENT, str(error), retryable=error.retryable)
-        except Cancelled as error:
-            return self._failure(FailureKind.CANCELLED, str(error), retryable=False)
-        except TimeoutError:
-            bound = WaitTimeout("the task", "its end", self._config.rollout.task_timeout_s, "rollout.task_timeout_s")
-            self._engine.abort(self._request_id)
-            return self._failure(FailureKind.TIMEOUT, str(bound), retryable=True)
+        except PromptTooLong as error:
+            return self._failure(FailureKind.NEVER_FITS, str(error), retryable=False)
+        except Stopped as error:
+            if self._stopped_as is FailureKind.CANCELLED:
+                return self._failure(FailureKind.CANCELLED, str(error), retryable=False)
+            bound = WaitTimeout("the task", "its end", timeout_s, "rollout.task_timeout_s")
+            return self._failure(FailureKind.TIMEOUT, f"{bound}; it was {error}", retryable=True)
+        finally:
+            timer.cancel()
 
     async def _episode(self) -> tuple[TaskFinished, Trajectory]:
-        session = await self._unless_cancelled(self._sessions.start(self._order.group.split, self._order.group.seed))
+        session = await self._unless_stopped(self._sessions.start(self._order.group.split, self._order.group.seed))
         try:
             return await self._turns(session)
         finally:
@@ -141,30 +157,29 @@ class TaskPlayer:
     async def _turns(self, session: Session) -> tuple[TaskFinished, Trajectory]:
         record, chat, limit = self._record, self._chat, self._config.model.max_context_tokens
         record.observe(chat.initial(session.started.instruction, session.started.observation))
-        reward, success = 0.0, False
+        if len(record.token_ids) >= limit:
+            raise PromptTooLong(
+                f"the first prompt of {self._order.group.env} seed {self._order.group.seed} has {len(record.token_ids)} "
+                f"tokens, model.max_context_tokens is {limit}: raise it, or choose shorter tasks"
+            )
         while True:
-            if len(record.token_ids) >= limit:
-                if not record.turns:
-                    raise EnvironmentFailure(
-                        f"the first prompt of {self._order.group.env} seed {self._order.group.seed} has {len(record.token_ids)} "
-                        f"tokens, model.max_context_tokens is {limit}: raise it, or choose shorter tasks",
-                        retryable=False,
-                    )
-                return self._outcome(reward, success, Finish.MAX_CONTEXT)
             start, ids, generate_s, cached_tokens = await self._generate()
-            stepped = await self._unless_cancelled(session.step(chat.action_text(ids)))
+            stepped = await self._unless_stopped(session.step(chat.action_text(ids)))
             record.turns.append(Turn(start, start + len(ids), generate_s, session.last_env_s, cached_tokens))
             reward, success = stepped.reward, stepped.success
             if stepped.done:
                 return self._outcome(reward, success, Finish.DONE)
             if len(record.turns) >= self._config.agent.max_turns:
                 return self._outcome(reward, success, Finish.MAX_TURNS)
-            record.observe(chat.next_turn(ids, stepped.observation))
+            observed = chat.next_turn(ids, stepped.observation)
+            if len(record.token_ids) + len(observed) >= limit:
+                return self._outcome(reward, success, Finish.MAX_CONTEXT)
+            record.observe(observed)
 
     async def _generate(self) -> tuple[int, list[int], float, int]:
         """One model call: its first index, its ids, its seconds, and how much of the prompt was cached."""
-        if self._cancelled.is_set():
-            raise Cancelled("cancelled between two turns")
+        if self._stopped.is_set():
+            raise Stopped("stopped between two turns")
         record, order = self._record, self._order
         start = len(record.token_ids)
         self._report(TurnStarted(order.task_id, order.rank, start))
@@ -173,22 +188,22 @@ class TaskPlayer:
         generate_s = time.monotonic() - began_s
         record.generate(generation)
         if generation.finish == "aborted":
-            raise Cancelled("cancelled during generation")
+            raise Stopped("stopped while it generated")
         self._report(TurnEnded(order.task_id, order.rank, len(record.token_ids), len(record.token_ids) - start))
         return start, record.token_ids[start:], generate_s, generation.cached_tokens
 
-    async def _unless_cancelled(self, answer: Awaitable[T]) -> T:
-        """Wait for the environment, but not longer than the coordinator wants the task."""
+    async def _unless_stopped(self, answer: Awaitable[T]) -> T:
+        """Wait for the environment, but not longer than the coordinator wants the task and its time allows."""
         waiting = asyncio.ensure_future(answer)
-        cancelled = asyncio.ensure_future(self._cancelled.wait())
+        stopped = asyncio.ensure_future(self._stopped.wait())
         try:
-            await asyncio.wait((waiting, cancelled), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, stopped), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                raise Cancelled("cancelled while the environment worked")
+                raise Stopped("stopped while the environment worked")
             return waiting.result()
         finally:
             waiting.cancel()
-            cancelled.cancel()
+            stopped.cancel()
 
     def _outcome(self, reward: float, success: bool, finish: Finish) -> tuple[TaskFinished, Trajectory]:
         record, order = self._record, self._order

@@ -39,8 +39,8 @@ TEMPLATE = (
 )
 #: A word with the space before it, one digit, a run of punctuation: merges never cross these.
 WORDS = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
-#: Above one half the most probable turn is the wrong one, so that greedy play fails like sampled play.
-BABYAI_MIX_UP_SHARE = 0.55
+#: Above one half the most probable word at a turn is the wrong one, so that greedy play fails like sampled play.
+BABYAI_WALK_ON_SHARE = 0.65
 MAX_VOCAB = 4096
 MAX_POSITIONS = 2048
 #: Label of a token that carries no loss (torch's own default).
@@ -84,17 +84,17 @@ class Demonstration:
 
 
 def babyai_recipe() -> Recipe:
-    """Knows when to turn and when to walk, but turns the wrong way more often than not."""
+    """Knows the way, but walks on where it should turn more often than not."""
     from tiderl.envs.builtin.babyai import BabyAI
     from tiderl.envs.builtin.babyai_expert import BabyAIExpert
 
     def expert(environment: Environment, started: Started, rng: random.Random) -> Expert:
         del started
         assert isinstance(environment, BabyAI)
-        return BabyAIExpert(environment, mix_up_share=BABYAI_MIX_UP_SHARE, rng=rng)
+        return BabyAIExpert(environment, walk_on_share=BABYAI_WALK_ON_SHARE, rng=rng)
 
     return Recipe(
-        BabyAI, expert, num_demonstrations=1000, hidden_size=64, num_layers=2, updates=160, batch_size=32, lr=2e-3
+        BabyAI, expert, num_demonstrations=1000, hidden_size=64, num_layers=2, updates=100, batch_size=32, lr=2e-3
     )
 
 

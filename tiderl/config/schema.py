@@ -81,6 +81,8 @@ class RolloutConfig:
     """A task that takes longer, pauses not counted, fails as `timeout`."""
     max_attempts: int = 3
     """How often a task is tried before it is left out of its group."""
+    max_failures_in_a_row: int = 100
+    """So many failed tasks without one that succeeds end the job: something is wrong with all of them."""
 
 
 @dataclass(frozen=True)

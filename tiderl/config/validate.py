@@ -73,6 +73,7 @@ _RANGES = {
     "rollout.kv_reserve": _OPEN_SHARE,
     "rollout.task_timeout_s": _POSITIVE,
     "rollout.max_attempts": _ONE_OR_MORE,
+    "rollout.max_failures_in_a_row": _ONE_OR_MORE,
     "engine.kv_cache_tokens": _NOT_NEGATIVE,
     "engine.block_size": _ONE_OR_MORE,
     "engine.max_running": _ONE_OR_MORE,

@@ -59,7 +59,8 @@ def keep_newest(run_dir: Path, num_kept: int) -> None:
 
 
 def _complete_ones(run_dir: Path) -> list[Path]:
-    return sorted(marker.parent for marker in run_dir.glob(f"checkpoints/step_*/{_COMPLETE}"))
+    folders = [marker.parent for marker in run_dir.glob(f"checkpoints/step_*/{_COMPLETE}")]
+    return sorted(folders, key=lambda folder: (len(folder.name), folder.name))
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ Invariants (tests/replay/test_journal.py):
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 
 import msgpack
 
-from tiderl.config.load import from_json, to_json
+from tiderl.config.load import overlay, to_json
 from tiderl.config.schema import Config
 from tiderl.errors import UserError
 from tiderl.scheduling.actions import ACTION_TYPES, Action
@@ -113,4 +114,5 @@ def read_journal(path: Path) -> tuple[Header, Iterator[Record]]:
             for seq, now_s, event, actions in unpacker:
                 yield Record(seq, now_s, event, tuple(actions))
 
-    return Header(from_json(config), world_size, resumed), records()
+    # Laid over the defaults: a journal that is older than a setting was written when its default was the only behaviour.
+    return Header(overlay(Config(), json.loads(config)), world_size, resumed), records()

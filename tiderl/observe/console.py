@@ -82,9 +82,9 @@ class Console:
         self._print(text)
 
     def close(self) -> None:
-        """Leave the last drawn line as it is."""
+        """Leave the last drawn line as it is; what is written next gets a line of its own."""
         if self._drawn:
-            self._stream.write("\r\x1b[2K")
+            self._stream.write("\n")
             self._stream.flush()
             self._drawn = False
 

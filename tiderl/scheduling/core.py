@@ -66,7 +66,7 @@ class Core:
             ev.TurnStarted: lambda e, t: self.rollout.turn_started(e),
             ev.TurnEnded: lambda e, t: self.rollout.turn_ended(e),
             ev.TaskFinished: lambda e, t: self.rollout.finished(e, t),
-            ev.TaskFailed: lambda e, t: self.rollout.failed(e, t),
+            ev.TaskFailed: self._on_task_failed,
             ev.StepTrained: self._on_trained,
             ev.SyncReady: lambda e, t: self.training.ready(e),
             ev.SyncFinished: self._on_synced,
@@ -165,15 +165,26 @@ class Core:
             actions.append(AbandonStep(self.training.actors, self.training.step.step))
         return actions
 
-    def _fail(self, reason: str) -> list[Action]:
+    def _fail(self, reason: str, exit_code: int = 1) -> list[Action]:
         self.ended = True
-        return [Note("error", reason), Shutdown(1, reason)]
+        return [Note("error", reason), Shutdown(exit_code, reason)]
 
     def _finish(self, reason: str) -> list[Action]:
         self.ended = True
         return [Shutdown(0, reason)]
 
     # --- what the ranks report ------------------------------------------------------------------------------------
+
+    def _on_task_failed(self, event: ev.TaskFailed, now_s: float) -> list[Action]:
+        actions = self.rollout.failed(event, now_s)
+        limit = self._config.rollout.max_failures_in_a_row
+        if self.rollout.failures_in_a_row < limit:
+            return actions
+        reason = (
+            f"{limit} tasks failed in a row (rollout.max_failures_in_a_row): something is wrong with all of them; "
+            f"the last failure was {event.kind.value}: {event.detail}"
+        )
+        return actions + self._fail(reason, exit_code=2)
 
     def _on_trained(self, event: ev.StepTrained, now_s: float) -> list[Action]:
         if event.abandoned and self._stopping is None:
@@ -243,12 +254,14 @@ class Core:
 
     def _on_saved(self, event: ev.CheckpointSaved, now_s: float) -> list[Action]:
         complete = self.training.saved(event)
+        actions: list[Action] = []
         if not event.ok:
             text = f"rank {event.rank} could not save step {event.step}: {event.detail}"
-            return self._fail(text) if self.training.phase is Phase.SAVING else [Note("error", text)]
-        if not complete:
-            return []
-        actions: list[Action] = [Note("info", f"checkpoint of step {event.step} is on disk")]
+            if event.final:
+                return self._fail(text)
+            actions.append(Note("error", text))
+        if complete:
+            actions.append(Note("info", f"checkpoint of step {event.step} is on disk"))
         if self.training.phase is Phase.SAVING and not self.training.saving:
             actions += self._finish(self._stopping or f"all {self._config.train.steps} steps are done")
         return actions

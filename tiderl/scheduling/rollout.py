@@ -51,6 +51,7 @@ class RolloutSide:
         self.to_restart: list[GroupSpec] = []
         self.num_supplied = 0
         self.num_failures = 0
+        self.failures_in_a_row = 0
         self.stopped = False
         self._requested: dict[TaskKind, int] = dict.fromkeys(TaskKind, 0)
         self._next_task_id = 0
@@ -166,6 +167,7 @@ class RolloutSide:
         task.require(TaskState.FINISHED, event.rank)
         self._require_count(task, event.generated_tokens)
         self._generated(task, event.generated_tokens)
+        self.failures_in_a_row = 0
         task.state = TaskState.FINISHED
         task.context_tokens = event.context_tokens
         task.num_turns, task.reward, task.success = event.num_turns, event.reward, event.success
@@ -204,6 +206,7 @@ class RolloutSide:
         what = f"task {task.task_id} ({spec.env} {spec.split} seed {spec.seed}, attempt {task.attempt}, rank {event.rank})"
         if not cancelled:
             self.num_failures += 1
+            self.failures_in_a_row += 1
         if again:
             task.state = TaskState.QUEUED
             task.rank = None

@@ -86,6 +86,9 @@ class TrainingSide:
         self.sync: RollCall | None = None
         #: Actors whose part of a checkpoint is not on disk yet, by (updates, final).
         self.saving: dict[tuple[int, bool], set[Rank]] = {}
+        #: Checkpoints that lack a part, because an actor could not save it; and steps of which all parts are on disk.
+        self._broken_saves: set[tuple[int, bool]] = set()
+        self.on_disk: set[int] = set()
         self.waiting_since_s = 0.0
         self.next_step = 0
         self._next_micro_batch = 0
@@ -193,14 +196,19 @@ class TrainingSide:
         return [SaveCheckpoint(self.actors, self.version, final)]
 
     def saved(self, event: CheckpointSaved) -> bool:
-        """An actor's part is on disk; True when all parts of that checkpoint are."""
+        """An actor has saved its part, or could not; True when all parts of that checkpoint are on disk."""
         key = (event.step, event.final)
         if event.rank not in self.saving.get(key, ()):
             raise IllegalEvent(f"rank {event.rank} saved step {event.step}, which nobody asked for")
         self.saving[key].remove(event.rank)
+        if not event.ok:
+            self._broken_saves.add(key)
         if self.saving[key]:
             return False
         del self.saving[key]
+        if key in self._broken_saves:
+            return False
+        self.on_disk.add(event.step)
         return True
 
     def waits_for(self) -> str:

@@ -306,6 +306,8 @@ class FsdpTrainer:
 
     def export_hf(self, folder: Path) -> None:
         """See `base.Trainer`. Raises `TrainerError` on every rank if rank 0 can't write."""
+        # A checkpoint that is still being written has its own collectives on the storage group.
+        self._writer.wait()
         weights = self.full_weights()
         problem = ""
         if self._group.rank() == 0:

@@ -28,7 +28,7 @@ from tiderl.envs.protocol import Observation, Started, Stepped
 logger = logging.getLogger(__name__)
 
 DEFAULT_LEVEL = "BabyAI-GoToObj-v0"
-DEFAULT_MAX_STEPS = 16
+DEFAULT_MAX_STEPS = 12
 NUM_TASKS = {"train": 1_000_000, "test": 1_000}
 #: Added to a task's seed to get minigrid's: wider apart than any split is long.
 SEED_OFFSETS = {"train": 0, "test": 1_000_000}

@@ -1,0 +1,389 @@
+"""The turn loop against scripted engines, sessions and chats: the four invariants of `agent.loop`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiderl.agent.loop import TaskPlayer
+from tiderl.config.schema import AgentConfig, Config, EvalConfig, ModelConfig, RolloutConfig
+from tiderl.engines.base import Generation, Sampling
+from tiderl.envs.protocol import Observation, Started, Stepped
+from tiderl.errors import EnvironmentFailure
+from tiderl.scheduling.actions import StartTask
+from tiderl.scheduling.events import TaskFailed, TaskFinished, TurnEnded, TurnStarted
+from tiderl.types import FailureKind, Finish, GroupId, GroupSpec, Rank, TaskId, TaskKind, Trajectory, Turn
+
+CONFIG = Config(
+    model=ModelConfig(max_context_tokens=50),
+    agent=AgentConfig(max_turns=4, max_new_tokens=6, temperature=0.7),
+    rollout=RolloutConfig(task_timeout_s=30.0),
+    eval=EvalConfig(temperature=0.1),
+)
+STOP_ID = 99
+
+
+@dataclass
+class FakeEngine:
+    """Answers the n-th request with the n-th script: ids under a version. `None` hangs until it is aborted or cancelled."""
+
+    script: list[tuple[list[int], int] | None]
+    #: Made by a hanging request until it is aborted.
+    partial: tuple[list[int], int] = ((), 0)  # type: ignore[assignment]
+    prompts: list[list[int]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    num_thrown_away: int = 0
+
+    def __post_init__(self) -> None:
+        self._abort = asyncio.Event()
+        self.hangs = asyncio.Event()
+
+    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.prompts.append(list(prompt_token_ids))
+        self.samplings.append(sampling)
+        answer = self.script[len(self.prompts) - 1]
+        await asyncio.sleep(0)
+        if answer is not None:
+            return self.generation(*answer, "stop" if answer[0][-1] == STOP_ID else "length")
+        self.hangs.set()
+        try:
+            await self._abort.wait()
+        except asyncio.CancelledError:
+            self.num_thrown_away += 1
+            raise
+        return self.generation(*self.partial, "aborted")
+
+    def generation(self, ids: list[int], version: int, finish: str) -> Generation:
+        n = len(ids)
+        log_probs = np.array([-token / 100 for token in ids], np.float32)
+        return Generation(np.array(ids, np.int32), log_probs, np.full(n, version, np.int32), 7, finish)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._abort.set()
+
+
+@dataclass
+class FakeSession:
+    """Answers the n-th action with the n-th script: a `Stepped`, an error, or `None` to hang."""
+
+    script: list[Stepped | EnvironmentFailure | None]
+    started: Started = field(default_factory=lambda: Started("do it", Observation("you see a door"), "type"))
+    last_env_s: float = 0.0
+    actions: list[str] = field(default_factory=list)
+    num_ends: int = 0
+
+    def __post_init__(self) -> None:
+        self.hangs = asyncio.Event()
+
+    async def step(self, action: str) -> Stepped:
+        assert not self.num_ends, "a step after the end"
+        self.actions.append(action)
+        self.last_env_s = 0.25 * len(self.actions)
+        answer = self.script[len(self.actions) - 1]
+        await asyncio.sleep(0)
+        if answer is None:
+            self.hangs.set()
+            await asyncio.Event().wait()
+        if isinstance(answer, EnvironmentFailure):
+            raise answer
+        assert answer is not None
+        return answer
+
+    async def end(self) -> None:
+        await asyncio.sleep(0)
+        self.num_ends += 1
+
+
+@dataclass
+class FakeSessions:
+    """Starts the one session; `None` hangs, an error is raised."""
+
+    session: FakeSession | EnvironmentFailure | None
+    asked_for: list[tuple[str, int]] = field(default_factory=list)
+
+    async def start(self, split: str, seed: int) -> FakeSession:
+        self.asked_for.append((split, seed))
+        await asyncio.sleep(0)
+        if self.session is None:
+            await asyncio.Event().wait()
+        if isinstance(self.session, EnvironmentFailure):
+            raise self.session
+        assert self.session is not None
+        return self.session
+
+
+class FakeChat:
+    """Ids that show where they are from: prompts are 1s and 2s, one id a letter of the observation."""
+
+    stop_token_ids = (STOP_ID,)
+
+    def initial(self, instruction: str, observation: Observation) -> list[int]:
+        return [1] * len(instruction) + [2] * len(observation.text)
+
+    def next_turn(self, generated_ids: list[int], observation: Observation) -> list[int]:
+        missing = [] if generated_ids[-1] == STOP_ID else [STOP_ID]
+        return [*missing, *[3] * len(observation.text)]
+
+    def action_text(self, generated_ids: list[int]) -> str:
+        return " ".join(str(token) for token in generated_ids if token != STOP_ID)
+
+
+#: "do it" and "you see a door".
+PROMPT = [1] * 5 + [2] * 14
+
+
+def stepped(text: str = "ok", reward: float = 0.0, *, done: bool = False, success: bool = False) -> Stepped:
+    return Stepped(Observation(text), reward, done, success)
+
+
+class Player:
+    """A `TaskPlayer` among fakes, and all that it says."""
+
+    def __init__(
+        self,
+        engine: FakeEngine,
+        session: FakeSession | EnvironmentFailure | None,
+        *,
+        config: Config = CONFIG,
+        kind: TaskKind = TaskKind.TRAIN,
+    ) -> None:
+        self.engine, self.session, self.sessions = engine, session, FakeSessions(session)
+        self.reports: list[TurnStarted | TurnEnded] = []
+        group = GroupSpec(GroupId(5), kind, "env", "train", 77, "type")
+        order = StartTask(Rank(3), TaskId(11), group, attempt=2)
+        self.player = TaskPlayer(order, config, engine, self.sessions, FakeChat(), self.reports.append)  # type: ignore[arg-type]
+
+    async def play(self) -> Any:
+        async with asyncio.timeout(20):
+            outcome = await self.player.play()
+        if isinstance(self.session, FakeSession) and self.sessions.asked_for:
+            assert self.session.num_ends <= 1
+        assert self.engine.num_thrown_away == 0, "tokens were thrown away that the engine has counted"
+        return outcome
+
+    async def finished(self) -> tuple[TaskFinished, Trajectory]:
+        outcome = await self.play()
+        assert not isinstance(outcome, TaskFailed), outcome
+        event, trajectory = outcome
+        assert self.session.num_ends == 1  # type: ignore[union-attr]
+        assert event.generated_tokens == trajectory.num_generated == sum(e.generated_tokens for e in self.turns_ended())
+        assert event.context_tokens == trajectory.num_tokens <= CONFIG.model.max_context_tokens
+        assert event.num_turns == len(trajectory.turns)
+        assert (event.reward, event.success) == (trajectory.reward, trajectory.success)
+        return event, trajectory
+
+    async def failed(self) -> TaskFailed:
+        outcome = await self.play()
+        assert isinstance(outcome, TaskFailed), outcome
+        assert (outcome.task_id, outcome.rank) == (11, 3)
+        return outcome
+
+    def turns_ended(self) -> list[TurnEnded]:
+        return [report for report in self.reports if isinstance(report, TurnEnded)]
+
+
+# --- a whole episode --------------------------------------------------------------------------------------------------
+
+
+async def test_invariant_1_and_2_two_turns_by_hand() -> None:
+    engine = FakeEngine([([10, 11, STOP_ID], 4), ([12, 13], 5)])
+    session = FakeSession([stepped("hm", 0.25), stepped("bye", 1.0, done=True, success=True)])
+    player = Player(engine, session)
+    event, trajectory = await player.finished()
+    assert player.sessions.asked_for == [("train", 77)]
+    assert session.actions == ["10 11", "12 13"]
+    ids = [*PROMPT, 10, 11, STOP_ID, 3, 3, 12, 13]
+    assert trajectory.token_ids.tolist() == ids
+    assert engine.prompts == [PROMPT, ids[:24]], "token in, token out: a prompt is what was recorded, and nothing else"
+    generated = [False] * 19 + [True] * 3 + [False] * 2 + [True] * 2
+    assert trajectory.generated.tolist() == generated
+    assert trajectory.weight_versions.tolist() == [-1] * 19 + [4] * 3 + [-1] * 2 + [5] * 2
+    expected = [-token / 100 if made else 0.0 for token, made in zip(ids, generated, strict=True)]
+    assert trajectory.log_probs.tolist() == pytest.approx(expected, rel=1e-6)
+    assert [(t.start, t.end, t.env_s, t.cached_tokens) for t in trajectory.turns] == [(19, 22, 0.25, 7), (24, 26, 0.5, 7)]
+    assert all(isinstance(t, Turn) and t.generate_s >= 0 for t in trajectory.turns)
+    assert event == TaskFinished(TaskId(11), Rank(3), 26, 5, 2, 4, 5, 1.0, True)
+    assert (trajectory.finish, trajectory.kind, trajectory.group_id, trajectory.task_id) == (Finish.DONE, TaskKind.TRAIN, 5, 11)
+    assert player.reports == [
+        TurnStarted(TaskId(11), Rank(3), 19),
+        TurnEnded(TaskId(11), Rank(3), 22, 3),
+        TurnStarted(TaskId(11), Rank(3), 24),
+        TurnEnded(TaskId(11), Rank(3), 26, 2),
+    ]
+
+
+async def test_versions_may_change_within_a_generation() -> None:
+    engine = FakeEngine([([10, 11, STOP_ID], 4)])
+    plain = engine.generation
+    engine.generation = lambda ids, version, finish: replace(plain(ids, version, finish), weight_versions=np.array([6, 7, 7]))  # type: ignore[method-assign]
+    event, trajectory = await Player(engine, FakeSession([stepped(done=True)])).finished()
+    assert trajectory.weight_versions[-3:].tolist() == [6, 7, 7]
+    assert (event.oldest_version, event.newest_version) == (6, 7)
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [(TaskKind.TRAIN, 0.7), (TaskKind.EVAL, 0.1)])
+async def test_training_and_evaluation_sample_at_their_own_temperature(kind: TaskKind, temperature: float) -> None:
+    engine = FakeEngine([([10, STOP_ID], 0)])
+    _, trajectory = await Player(engine, FakeSession([stepped(done=True)]), kind=kind).finished()
+    assert engine.samplings == [Sampling(temperature, 6, (STOP_ID,))]
+    assert trajectory.kind is kind
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_episode_is_cut_after_max_turns_with_the_reward_it_has() -> None:
+    engine = FakeEngine([([10, STOP_ID], 0)] * 4)
+    session = FakeSession([stepped("x", 0.1), stepped("x", 0.2), stepped("x", 0.3), stepped("x", 0.4, success=True)])
+    event, trajectory = await Player(engine, session).finished()
+    assert (trajectory.finish, event.num_turns, event.reward, event.success) == (Finish.MAX_TURNS, 4, 0.4, True)
+    assert trajectory.token_ids[-1] == STOP_ID, "no observation behind the last action"
+
+
+@pytest.mark.parametrize(("observation", "num_turns"), [("x" * 29, 1), ("x" * 28, 2), ("x" * 300, 1)])
+async def test_invariant_4_an_observation_that_leaves_no_room_ends_the_episode(observation: str, num_turns: int) -> None:
+    """19 ids of prompt and 2 generated ones leave 29 of 50: an observation of 29 fills them, and nothing could be said to it."""
+    engine = FakeEngine([([10, STOP_ID], 0), ([11], 0)])
+    session = FakeSession([stepped(observation, 0.5), stepped("!", 0.75)])
+    event, trajectory = await Player(engine, session).finished()
+    assert (trajectory.finish, event.num_turns) == (Finish.MAX_CONTEXT, num_turns)
+    assert event.reward == (0.5 if num_turns == 1 else 0.75), "the reward that it has counts"
+    assert event.context_tokens == (21 if num_turns == 1 else 50)
+    assert trajectory.generated[-1], "what ends a trajectory is something that the model said"
+
+
+async def test_a_first_prompt_that_leaves_no_room_is_a_failure_that_says_what_to_do() -> None:
+    session = FakeSession([])
+    session.started = Started("do it", Observation("y" * 45), "type")
+    player = Player(FakeEngine([]), session)
+    failure = await player.failed()
+    assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.NEVER_FITS, False, 0)
+    assert "seed 77 has 50 tokens, model.max_context_tokens is 50: raise it" in failure.detail
+    assert session.num_ends == 1 and player.reports == []
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_invariant_3_an_environment_that_fails_in_a_step(retryable: bool) -> None:
+    engine = FakeEngine([([10, 11, STOP_ID], 0), ([12, 13], 0)])
+    session = FakeSession([stepped(), EnvironmentFailure("server gone", retryable=retryable)])
+    player = Player(engine, session)
+    failure = await player.failed()
+    assert failure == TaskFailed(TaskId(11), Rank(3), FailureKind.ENVIRONMENT, "server gone", retryable, 5)
+    assert session.num_ends == 1
+    assert sum(e.generated_tokens for e in player.turns_ended()) == 5
+
+
+async def test_an_environment_that_does_not_start() -> None:
+    player = Player(FakeEngine([]), EnvironmentFailure("no place", retryable=True))
+    failure = await player.failed()
+    assert (failure.kind, failure.detail, failure.retryable, failure.generated_tokens) == (
+        FailureKind.ENVIRONMENT,
+        "no place",
+        True,
+        0,
+    )
+
+
+SHORT = replace(CONFIG, rollout=RolloutConfig(task_timeout_s=0.05))
+
+
+async def test_invariant_3_a_task_whose_time_is_up_while_the_environment_works() -> None:
+    session = FakeSession([stepped(), None])
+    failure = await Player(FakeEngine([([10, STOP_ID], 0)] * 2), session, config=SHORT).failed()
+    assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.TIMEOUT, True, 4)
+    assert "0.05 s" in failure.detail and "rollout.task_timeout_s" in failure.detail and "environment" in failure.detail
+    assert session.num_ends == 1
+
+
+async def test_invariant_3_a_task_whose_time_is_up_while_it_generates_counts_what_the_engine_made() -> None:
+    engine = FakeEngine([([10, STOP_ID], 0), None], partial=([20, 21, 22], 0))
+    session = FakeSession([stepped()])
+    failure = await Player(engine, session, config=SHORT).failed()
+    assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.TIMEOUT, True, 5)
+    assert engine.aborted == ["task11.2"]
+    assert session.num_ends == 1
+
+
+async def test_a_task_whose_time_is_up_while_it_starts() -> None:
+    failure = await Player(FakeEngine([]), None, config=SHORT).failed()
+    assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.TIMEOUT, True, 0)
+
+
+async def test_a_finished_task_is_not_lost_because_its_session_ends_slowly() -> None:
+    class SlowEnd(FakeSession):
+        async def end(self) -> None:
+            await asyncio.sleep(0.1)
+            self.num_ends += 1
+
+    event, _ = await Player(FakeEngine([([10], 0)]), SlowEnd([stepped(done=True)]), config=SHORT).finished()
+    assert event.num_turns == 1
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------------
+
+
+async def cancelled(player: Player, when: Callable[[], Any]) -> TaskFailed:
+    playing = asyncio.ensure_future(player.failed())
+    await when()
+    player.player.cancel()
+    return await playing
+
+
+async def test_invariant_3_cancelled_while_it_generates() -> None:
+    engine = FakeEngine([([10, STOP_ID], 0), None], partial=([20, 21, 22], 0))
+    session = FakeSession([stepped()])
+    player = Player(engine, session)
+    failure = await cancelled(player, engine.hangs.wait)
+    assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.CANCELLED, False, 5)
+    assert session.num_ends == 1
+    assert [type(r) for r in player.reports] == [TurnStarted, TurnEnded, TurnStarted], "an aborted turn is told by its failure"
+
+
+async def test_invariant_3_cancelled_while_the_environment_works() -> None:
+    engine = FakeEngine([([10, 11], 0)])
+    session = FakeSession([None])
+    failure = await cancelled(Player(engine, session), session.hangs.wait)
+    assert (failure.kind, failure.generated_tokens) == (FailureKind.CANCELLED, 2)
+    assert session.num_ends == 1
+
+
+@pytest.mark.parametrize("session", [None, FakeSession([])])
+async def test_cancelled_before_the_session_is_there(session: FakeSession | None) -> None:
+    failure = await cancelled(Player(FakeEngine([([10], 0)]), session), lambda: asyncio.sleep(0))
+    assert (failure.kind, failure.generated_tokens) == (FailureKind.CANCELLED, 0)
+
+
+async def test_cancelled_when_the_task_ends_at_the_same_moment() -> None:
+    """Whichever is first, there is one outcome and one end of the session."""
+    for num_yields in range(12):
+        session = FakeSession([stepped(), stepped(done=True)])
+        player = Player(FakeEngine([([10], 0), ([11], 0)]), session)
+        playing = asyncio.ensure_future(player.play())
+        for _ in range(num_yields):
+            await asyncio.sleep(0)
+        player.player.cancel()
+        outcome = await playing
+        made = sum(e.generated_tokens for e in player.turns_ended())
+        event = outcome if isinstance(outcome, TaskFailed) else outcome[0]
+        assert event.generated_tokens == made
+        assert session.num_ends == (1 if player.reports else session.num_ends)
+
+
+async def test_the_first_reason_to_stop_is_the_one_that_is_told() -> None:
+    engine = FakeEngine([None], partial=([20], 0))
+    player = Player(engine, FakeSession([]), config=replace(CONFIG, rollout=RolloutConfig(task_timeout_s=0.01)))
+    playing = asyncio.ensure_future(player.failed())
+    await engine.hangs.wait()
+    player.player.cancel()
+    await asyncio.sleep(0.02)
+    assert (await playing).kind is FailureKind.CANCELLED
