@@ -135,7 +135,12 @@ def _start_coordinator(job: Job, stop: _StopSignal) -> tuple[subprocess.Popen[st
     read_end, write_end = os.pipe()
     command = [sys.executable, "-m", "tiderl.coordinator.process", str(write_end)]
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, text=True, pass_fds=(write_end,), start_new_session=True, preexec_fn=_die_with_parent
+        command,
+        stdin=subprocess.PIPE,
+        text=True,
+        pass_fds=(write_end,),
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
     )
     os.close(write_end)
     assert child.stdin is not None

@@ -529,7 +529,7 @@ def test_an_export_may_follow_a_save_that_is_still_being_written(
     """Both have collectives; the export's must not slip between those of the thread that writes the checkpoint."""
     two = worlds(2)
     two.run("start", settings(models["untied"]))
-    two.run("write_late", 0.5)
+    two.run("write_late", 4.0)
     two.run("save", str(tmp_path / "saved"), False)
     two.run("export", str(tmp_path / "hf"))
     two.run("wait_saved")

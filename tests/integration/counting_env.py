@@ -29,7 +29,12 @@ class Counting:
         self._next += 1
         self._right += str(self._next) in action
         done = self._turn == NUM_TURNS
-        return Stepped(Observation(f"the number was {self._next}"), self._right / NUM_TURNS, done, done and self._right == NUM_TURNS)
+        return Stepped(
+            Observation(f"the number was {self._next}"),
+            self._right / NUM_TURNS,
+            done,
+            done and self._right == NUM_TURNS,
+        )
 
     def close(self) -> None:
         """Holds nothing."""

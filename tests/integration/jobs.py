@@ -108,7 +108,13 @@ def start_job(config: Path, *flags: str) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command = [*torchrun, "-m", "tiderl.launch", "--config", str(config), *flags]
     return subprocess.Popen(
-        command, cwd=PROJECT, env=_environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=PROJECT,
+        env=_environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 

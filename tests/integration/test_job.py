@@ -148,13 +148,21 @@ def test_the_export_is_a_model_that_transformers_loads(job: Job) -> None:
 
 
 def test_a_resumed_job_goes_on_where_the_first_stopped(job: Job) -> None:
-    code, console = jobs.run_job(job.config, "--run.name", "second", "--run.resume", str(job.run_dir), "--train.steps", "4")
+    code, console = jobs.run_job(
+        job.config, "--run.name", "second", "--run.resume", str(job.run_dir), "--train.steps", "4"
+    )
     assert code == 0, console
     run_dir = job.run_dir.parent / "second"
     assert [line["step"] for line in jobs.lines_of(run_dir, "step")] == [3]
     assert json.loads(console.strip().splitlines()[-1])["ledger"]["closes"] is True
-    first = {a.group.group_id for a in journal_of(job.run_dir)[1] if isinstance(a, StartTask) and a.group.kind is TaskKind.TRAIN}
-    second = {a.group.group_id for a in journal_of(run_dir)[1] if isinstance(a, StartTask) and a.group.kind is TaskKind.TRAIN}
+    first = {
+        a.group.group_id
+        for a in journal_of(job.run_dir)[1]
+        if isinstance(a, StartTask) and a.group.kind is TaskKind.TRAIN
+    }
+    second = {
+        a.group.group_id for a in journal_of(run_dir)[1] if isinstance(a, StartTask) and a.group.kind is TaskKind.TRAIN
+    }
     # Nothing is skipped: the numbers go on without a gap, and only what was still open is played again.
     assert first | second == set(range(max(second) + 1))
 

@@ -137,7 +137,9 @@ def test_the_file_is_private_and_starts_anew(tmp_path: Path) -> None:
     assert read(path) == []
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\x95\x01\x02\x03\x04\x05", msgpack.packb(["tiderl-journal", 99, "{}", 2, None])])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\x95\x01\x02\x03\x04\x05", msgpack.packb(["tiderl-journal", 99, "{}", 2, None])]
+)
 def test_what_is_no_journal_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "journal.msgpack").write_bytes(data)
     with pytest.raises(UserError):

@@ -88,7 +88,11 @@ class World:
     """Drives `core` until it shuts down. `kv_tokens` has one entry a rollout rank; `saved` is a state to go on from."""
 
     def __init__(
-        self, config: Config, kv_tokens: tuple[int, ...] = (400,), capacity: int = 64, saved: Mapping[str, Any] | None = None
+        self,
+        config: Config,
+        kv_tokens: tuple[int, ...] = (400,),
+        capacity: int = 64,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.kv_tokens, self.capacity = config, kv_tokens, capacity
         self.num_actors = config.roles.num_actors
@@ -131,7 +135,11 @@ class World:
         self.notes: list[ac.Note] = []
         self.states: list[tuple[ac.SaveCheckpoint, dict[str, Any]]] = []
         self.outcomes: Counter[tuple[TaskId, int]] = Counter()
-        saved_ledger = saved["ledger"] if saved else dict.fromkeys(("generated", "trained", "evaluated", "stale", "failed", "held"), 0)
+        saved_ledger = (
+            saved["ledger"]
+            if saved
+            else dict.fromkeys(("generated", "trained", "evaluated", "stale", "failed", "held"), 0)
+        )
         self.books = Counter({name: saved_ledger[name] for name in ("generated", "trained", "evaluated", "stale")})
         self.books["failed"] = saved_ledger["failed"] + saved_ledger["held"]
 
@@ -173,7 +181,9 @@ class World:
         started = self.capacity_told and not self.unjoined
         return started and not self.waits_for_a_rank and not self.stopped and self.core.next_deadline_s() is not None
 
-    def deliver(self, option: Option, *, reward: float = 1.0, tokens: int = 3, updated: bool = True) -> tuple[ac.Action, ...]:
+    def deliver(
+        self, option: Option, *, reward: float = 1.0, tokens: int = 3, updated: bool = True
+    ) -> tuple[ac.Action, ...]:
         """Report the fact behind `option` to the core."""
         verb, number = option
         report: Callable[..., ev.Event] = getattr(self, f"_{verb}")
@@ -305,7 +315,9 @@ class World:
             self.step_outcome = "abandoned" if self.abandon else "skipped" if skip else "updated"
         self.step_left.add(rank)
         updated = self.step_outcome == "updated"
-        event = trained(step.step, rank, WeightVersion(step.version + updated), updated, self.step_outcome == "abandoned")
+        event = trained(
+            step.step, rank, WeightVersion(step.version + updated), updated, self.step_outcome == "abandoned"
+        )
         if len(self.step_left) == self.num_actors:
             self._leave_step(updated)
         return event
@@ -369,7 +381,9 @@ class World:
     def _on_DropTrajectories(self, action: ac.DropTrajectories) -> None:
         self.dropped.append(action)
         is_stale = "staleness" in action.reason
-        assert not (is_stale and self.config.schedule.on_late == "wait"), "a group came too late although steps wait for it"
+        assert not (is_stale and self.config.schedule.on_late == "wait"), (
+            "a group came too late although steps wait for it"
+        )
         for task_id in action.task_ids:
             if (kept := self.buffer.pop(task_id, None)) is not None:
                 self._account("stale" if is_stale else "failed", kept.event.generated_tokens)
@@ -402,7 +416,9 @@ class World:
         advantages = {t: a for share in self.step_shares for t, a in zip(share.task_ids, share.advantages, strict=True)}
         for group_id, members in groups.items():
             assert len(members) >= 2
-            assert not any(p.order.group.group_id == group_id for p in self.playing.values()), "the group is not complete"
+            assert not any(p.order.group.group_id == group_id for p in self.playing.values()), (
+                "the group is not complete"
+            )
             assert math.isclose(sum(advantages[t] for t in members), 0.0, abs_tol=1e-9)
         self.step_groups = sorted(groups)
 
@@ -447,7 +463,7 @@ class World:
     # --- books ----------------------------------------------------------------------------------------------------
 
     def _leave_step(self, updated: bool) -> None:
-        """The last actor leaves: what was in the step is trained, or stays open (abandoned), or is dropped by the core (skipped)."""
+        """The last actor leaves: what was in the step is trained, or stays open (abandoned), or the core drops it (skipped)."""
         assert self.step is not None
         if updated:
             self.trained_version = WeightVersion(self.step.version + 1)
@@ -483,7 +499,9 @@ def spec_of(number: int, kind: TaskKind = TaskKind.TRAIN) -> GroupSpec:
     return GroupSpec(GroupId(number), kind, "env", "train" if kind is TaskKind.TRAIN else "test", number, "type")
 
 
-def trained(step: int, rank: int, version: int, updated: bool, abandoned: bool = False, **changes: Any) -> ev.StepTrained:
+def trained(
+    step: int, rank: int, version: int, updated: bool, abandoned: bool = False, **changes: Any
+) -> ev.StepTrained:
     """What an actor says at the end of a step."""
     event = ev.StepTrained(
         step=step,

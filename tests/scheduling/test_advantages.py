@@ -55,7 +55,9 @@ def test_invariant_3_unit_standard_deviation(rewards: list[float]) -> None:
 
 
 @given(SPREAD, st.floats(0.5, 1000.0), st.floats(-10.0, 10.0))
-def test_invariant_3_scale_and_offset_of_the_rewards_change_nothing(rewards: list[float], scale: float, offset: float) -> None:
+def test_invariant_3_scale_and_offset_of_the_rewards_change_nothing(
+    rewards: list[float], scale: float, offset: float
+) -> None:
     moved = [scale * reward + offset for reward in rewards]
     assert group_advantages(moved, by_std=True) == pytest.approx(group_advantages(rewards, by_std=True), abs=1e-6)
 
@@ -63,4 +65,6 @@ def test_invariant_3_scale_and_offset_of_the_rewards_change_nothing(rewards: lis
 @given(SPREAD)
 def test_by_another_implementation(rewards: list[float]) -> None:
     mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
-    assert group_advantages(rewards, by_std=True) == pytest.approx([(r - mean) / std for r in rewards], rel=1e-6, abs=1e-9)
+    assert group_advantages(rewards, by_std=True) == pytest.approx(
+        [(r - mean) / std for r in rewards], rel=1e-6, abs=1e-9
+    )

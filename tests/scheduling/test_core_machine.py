@@ -1,7 +1,7 @@
 """The core against random worlds: every invariant of `scheduling.core`, `scheduling.rollout` and `scheduling.training`.
 
-The driver (`driver.py`) checks each answer (core 3 and 5, rollout 1-3, training 1-3); the machine chooses what happens next, and mixes
-in what must not happen.
+The driver (`driver.py`) checks each answer (core 3 and 5, rollout 1-3, training 1-3); the machine chooses what happens next, and
+mixes in what must not happen.
 """
 
 from __future__ import annotations

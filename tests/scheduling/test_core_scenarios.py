@@ -51,13 +51,14 @@ def kinds(actions: tuple[ac.Action, ...]) -> list[str]:
 
 def test_nothing_starts_before_all_have_joined_and_the_first_weights_are_everywhere() -> None:
     world = World(small_config(num_actors=2), kv_tokens=(400, 400))
+    everyone = tuple(Rank(r) for r in range(4))
     for rank in (3, 0, 1):
         assert world.deliver(("join", rank)) == ()
     assert world.deliver(("capacity", 0)) == ()
-    assert world.deliver(("join", 2)) == (ac.PrepareSync((0, 1, 2, 3), WeightVersion(0)),)
+    assert world.deliver(("join", 2)) == (ac.PrepareSync(everyone, WeightVersion(0)),)
     for rank in (2, 0, 3):
         assert world.deliver(("ready", rank)) == ()
-    assert world.deliver(("ready", 1)) == (ac.StartSync((0, 1, 2, 3), WeightVersion(0), Rank(0)),)
+    assert world.deliver(("ready", 1)) == (ac.StartSync(everyone, WeightVersion(0), Rank(0)),)
     for rank in (3, 2, 1):
         assert world.deliver(("synced", rank)) == ()
     # (staleness 1 + 1) * 2 groups.
@@ -114,7 +115,11 @@ def test_a_retryable_failure_is_tried_again_up_to_max_attempts() -> None:
     assert world.attempts[TaskId(0)] == 2
     assert kinds(world.fail(TaskId(0), retryable=True)) == ["Note"]
     assert world.attempts[TaskId(0)] == 2
-    assert world.notes[-1].level == "warning" and "left out" in world.notes[-1].text and "env broke" in world.notes[-1].text
+    assert (
+        world.notes[-1].level == "warning"
+        and "left out" in world.notes[-1].text
+        and "env broke" in world.notes[-1].text
+    )
 
 
 def test_a_failure_that_cannot_be_mended_is_not_tried_again() -> None:
@@ -185,7 +190,9 @@ def test_two_orders_for_groups_on_their_way_get_two_answers() -> None:
 
 def stale_world(on_late: str) -> World:
     """Staleness 2, one group a step: groups 0, 1 and 2 start at version 0; 1 and 2 hang while newer ones are trained."""
-    world = World(small_config(steps=6, groups_per_step=1, group_size=2, max_staleness=2, on_late=on_late), kv_tokens=(2000,))
+    world = World(
+        small_config(steps=6, groups_per_step=1, group_size=2, max_staleness=2, on_late=on_late), kv_tokens=(2000,)
+    )
     start(world)
     for _ in range(2):
         finish_group(world, min(group_of(world, t) for t in world.playing if group_of(world, t) not in (1, 2)))
@@ -337,7 +344,10 @@ def test_a_broken_checkpoint_does_not_keep_the_final_one_from_ending_the_job() -
     world.play(random.Random(0), until=lambda: any(save.final for _, save in world.saves))
     world.deliver(("saved", 0))
     assert world.shutdown is None, "the first one is still being written"
-    assert kinds(world.tell(ev.CheckpointSaved(first[1].step, False, first[0], False, "disk full"))) == ["Note", "Shutdown"]
+    assert kinds(world.tell(ev.CheckpointSaved(first[1].step, False, first[0], False, "disk full"))) == [
+        "Note",
+        "Shutdown",
+    ]
     assert world.shutdown is not None and world.shutdown.exit_code == 0
 
 
@@ -419,7 +429,9 @@ def test_no_group_is_skipped_or_doubled_over_stops_and_resumes(seed: int) -> Non
         versions += [int(e.version) for e in world.evaluations]
     assert sorted(groups) == list(range(steps * config.train.groups_per_step))
     assert state is not None and state["version"] == steps and state["open_groups"] == []
-    assert state["ledger"]["generated"] == sum(state["ledger"][a] for a in ("trained", "evaluated", "stale", "failed", "held"))
+    assert state["ledger"]["generated"] == sum(
+        state["ledger"][a] for a in ("trained", "evaluated", "stale", "failed", "held")
+    )
     assert state["ledger"]["stale"] == 0, "tokens were made by weights that a resumed rank should not have used"
 
 

@@ -103,7 +103,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     """Random arrivals and departures, held against plain counting."""
 
     @initialize(
-        budgets=st.lists(st.integers(0, 550), min_size=1, max_size=4), capacity=st.integers(0, 8), max_tasks=st.integers(1, 4)
+        budgets=st.lists(st.integers(0, 550), min_size=1, max_size=4),
+        capacity=st.integers(0, 8),
+        max_tasks=st.integers(1, 4),
     )
     def begin(self, budgets: list[int], capacity: int, max_tasks: int) -> None:
         self.admission = admission_of(*budgets, capacity=capacity, max_tasks=max_tasks)

@@ -36,7 +36,13 @@ def test_report_by_hand() -> None:
 
 def test_a_round_without_any_result_reports_zeros() -> None:
     report = round_of(2).report()
-    assert (report.num_missing, report.success, report.reward, report.turns, report.complete) == (2, 0.0, 0.0, 0.0, False)
+    assert (report.num_missing, report.success, report.reward, report.turns, report.complete) == (
+        2,
+        0.0,
+        0.0,
+        0.0,
+        False,
+    )
 
 
 def test_a_task_ends_once() -> None:

@@ -35,7 +35,7 @@ def test_invariant_1_only_along_the_arrows(source: TaskState, target: TaskState)
 def test_every_state_has_its_arrows() -> None:
     assert set(LEGAL) == set(TaskState)
     assert not LEGAL[F] and not LEGAL[O], "an end is an end"
-    assert ON_RANK == {state for state in TaskState if Q in LEGAL[state]}, "whoever is on a rank can be tried again"
+    assert {state for state in TaskState if Q in LEGAL[state]} == ON_RANK, "whoever is on a rank can be tried again"
 
 
 @pytest.mark.parametrize("rank", [None, 4])

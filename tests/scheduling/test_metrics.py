@@ -41,7 +41,8 @@ class Told:
         self.tell(now_s, ev.TurnEnded(TaskId(task), Rank(2), context, tokens))
         made_by = WeightVersion(version)
         return self.tell(
-            now_s, ev.TaskFinished(TaskId(task), Rank(2), context, tokens, turns, made_by, made_by, reward, reward > 0.5)
+            now_s,
+            ev.TaskFinished(TaskId(task), Rank(2), context, tokens, turns, made_by, made_by, reward, reward > 0.5),
         )
 
 

@@ -70,7 +70,9 @@ def test_a_terminal_gets_one_line_that_is_drawn_over() -> None:
     console.refresh(ROLES, PHASES, 0.41, "ranks [0] (training)")
     console.refresh(ROLES, PHASES, 0.42, "ranks [0] (training)")
     first, second = out.getvalue().split(CLEAR)[1:]
-    assert first.startswith("[########........] 20/40 reward 0.61") and first.endswith("| kv 41% | ranks [0] (training)")
+    assert first.startswith("[########........] 20/40 reward 0.61") and first.endswith(
+        "| kv 41% | ranks [0] (training)"
+    )
     assert "kv 42%" in second and "\n" not in out.getvalue()
     console.warn("rank 1 is slow")
     assert out.getvalue().endswith(f"{second}{CLEAR}! rank 1 is slow\n")

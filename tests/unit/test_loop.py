@@ -17,7 +17,18 @@ from tiderl.envs.protocol import Observation, Started, Stepped
 from tiderl.errors import EnvironmentFailure
 from tiderl.scheduling.actions import StartTask
 from tiderl.scheduling.events import TaskFailed, TaskFinished, TurnEnded, TurnStarted
-from tiderl.types import FailureKind, Finish, GroupId, GroupSpec, Rank, TaskId, TaskKind, Trajectory, Turn
+from tiderl.types import (
+    FailureKind,
+    Finish,
+    GroupId,
+    GroupSpec,
+    Rank,
+    TaskId,
+    TaskKind,
+    Trajectory,
+    Turn,
+    WeightVersion,
+)
 
 CONFIG = Config(
     model=ModelConfig(max_context_tokens=50),
@@ -207,10 +218,18 @@ async def test_invariant_1_and_2_two_turns_by_hand() -> None:
     assert trajectory.weight_versions.tolist() == [-1] * 19 + [4] * 3 + [-1] * 2 + [5] * 2
     expected = [-token / 100 if made else 0.0 for token, made in zip(ids, generated, strict=True)]
     assert trajectory.log_probs.tolist() == pytest.approx(expected, rel=1e-6)
-    assert [(t.start, t.end, t.env_s, t.cached_tokens) for t in trajectory.turns] == [(19, 22, 0.25, 7), (24, 26, 0.5, 7)]
+    assert [(t.start, t.end, t.env_s, t.cached_tokens) for t in trajectory.turns] == [
+        (19, 22, 0.25, 7),
+        (24, 26, 0.5, 7),
+    ]
     assert all(isinstance(t, Turn) and t.generate_s >= 0 for t in trajectory.turns)
-    assert event == TaskFinished(TaskId(11), Rank(3), 26, 5, 2, 4, 5, 1.0, True)
-    assert (trajectory.finish, trajectory.kind, trajectory.group_id, trajectory.task_id) == (Finish.DONE, TaskKind.TRAIN, 5, 11)
+    assert event == TaskFinished(TaskId(11), Rank(3), 26, 5, 2, WeightVersion(4), WeightVersion(5), 1.0, True)
+    assert (trajectory.finish, trajectory.kind, trajectory.group_id, trajectory.task_id) == (
+        Finish.DONE,
+        TaskKind.TRAIN,
+        5,
+        11,
+    )
     assert player.reports == [
         TurnStarted(TaskId(11), Rank(3), 19),
         TurnEnded(TaskId(11), Rank(3), 22, 3),
@@ -219,10 +238,11 @@ async def test_invariant_1_and_2_two_turns_by_hand() -> None:
     ]
 
 
-async def test_versions_may_change_within_a_generation() -> None:
+async def test_versions_may_change_within_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([([10, 11, STOP_ID], 4)])
     plain = engine.generation
-    engine.generation = lambda ids, version, finish: replace(plain(ids, version, finish), weight_versions=np.array([6, 7, 7]))  # type: ignore[method-assign]
+    mixed = np.array([6, 7, 7])
+    monkeypatch.setattr(engine, "generation", lambda *answer: replace(plain(*answer), weight_versions=mixed))
     event, trajectory = await Player(engine, FakeSession([stepped(done=True)])).finished()
     assert trajectory.weight_versions[-3:].tolist() == [6, 7, 7]
     assert (event.oldest_version, event.newest_version) == (6, 7)
@@ -248,7 +268,9 @@ async def test_an_episode_is_cut_after_max_turns_with_the_reward_it_has() -> Non
 
 
 @pytest.mark.parametrize(("observation", "num_turns"), [("x" * 29, 1), ("x" * 28, 2), ("x" * 300, 1)])
-async def test_invariant_4_an_observation_that_leaves_no_room_ends_the_episode(observation: str, num_turns: int) -> None:
+async def test_invariant_4_an_observation_that_leaves_no_room_ends_the_episode(
+    observation: str, num_turns: int
+) -> None:
     """19 ids of prompt and 2 generated ones leave 29 of 50: an observation of 29 fills them, and nothing could be said to it."""
     engine = FakeEngine([([10, STOP_ID], 0), ([11], 0)])
     session = FakeSession([stepped(observation, 0.5), stepped("!", 0.75)])
@@ -346,7 +368,9 @@ async def test_invariant_3_cancelled_while_it_generates() -> None:
     failure = await cancelled(player, engine.hangs.wait)
     assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.CANCELLED, False, 5)
     assert session.num_ends == 1
-    assert [type(r) for r in player.reports] == [TurnStarted, TurnEnded, TurnStarted], "an aborted turn is told by its failure"
+    assert [type(r) for r in player.reports] == [TurnStarted, TurnEnded, TurnStarted], (
+        "an aborted turn is told by its failure"
+    )
 
 
 async def test_invariant_3_cancelled_while_the_environment_works() -> None:

@@ -31,7 +31,12 @@ def test_invariant_1_a_group_is_the_same_in_every_process() -> None:
     )
     # Another hash seed must make no difference.
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "12345"}, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     here = stream_of(1000, 7)
     assert done.stdout.strip() == str([here.train_group(n).seed for n in (0, 1, 999, 1000, 123456)])

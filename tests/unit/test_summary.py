@@ -67,7 +67,12 @@ def test_summarize_by_hand(metrics: MetricsWriter) -> None:
 
 def test_a_run_without_steps_and_evaluations_says_so(metrics: MetricsWriter) -> None:
     summary = summarize(metrics, {}, wall_s=1.0)
-    assert (summary["eval_success_first"], summary["reward_last"], summary["steps"], summary["goodput"]) == (None, None, 0, 0.0)
+    assert (summary["eval_success_first"], summary["reward_last"], summary["steps"], summary["goodput"]) == (
+        None,
+        None,
+        0,
+        0.0,
+    )
 
 
 def test_the_last_line_is_the_summary_and_so_is_the_file(tmp_path: Path, metrics: MetricsWriter) -> None:
@@ -79,12 +84,16 @@ def test_the_last_line_is_the_summary_and_so_is_the_file(tmp_path: Path, metrics
     text = out.getvalue()
     assert json.loads(text.splitlines()[-1]) == summary == json.loads((tmp_path / "summary.json").read_text())
     assert "the job ended: all 1 steps are done" in text
-    assert "token ledger DOES NOT CLOSE: 100 generated = 40 trained + 30 evaluated + 5 stale + 15 failed + 10 held" in text
+    assert (
+        "token ledger DOES NOT CLOSE: 100 generated = 40 trained + 30 evaluated + 5 stale + 15 failed + 10 held" in text
+    )
     assert "(engines count 99)" in text
 
 
 def test_metrics_are_one_line_of_json_each(tmp_path: Path, metrics: MetricsWriter) -> None:
-    metrics.step(ReportStep(4, {"reward": 0.5, "grad_norm": math.nan, "loss": math.inf}), 2.5, {"running": 3.0, "blocks": 1.0})
+    metrics.step(
+        ReportStep(4, {"reward": 0.5, "grad_norm": math.nan, "loss": math.inf}), 2.5, {"running": 3.0, "blocks": 1.0}
+    )
     metrics.evaluation(evaluation(5, 0.75), 3.5)
     step, evaluated = lines(tmp_path)
     assert step == {

@@ -99,12 +99,16 @@ class ChatFormat:
             raise self._error("adds no generation prompt; it must heed add_generation_prompt")
         delta = self._delta("o", num_earlier_turns=0)
         if delta != self._delta("o", num_earlier_turns=1):
-            raise self._error("renders the next message differently as the conversation grows; prompts could not be extended")
+            raise self._error(
+                "renders the next message differently as the conversation grows; prompts could not be extended"
+            )
         if not delta.endswith(generation_prompt):
             raise self._error("starts the assistant's first and later turns differently; prompts could not be extended")
         end_of_turn = self._tokenize(delta)[0]
         if end_of_turn not in self._tokenizer.added_tokens_decoder:
-            raise self._error("ends the assistant's turn without a special token, so a generation would not know its end")
+            raise self._error(
+                "ends the assistant's turn without a special token, so a generation would not know its end"
+            )
         return end_of_turn
 
     def _render(self, messages: list[Message], *, prompt: bool) -> str:

@@ -37,7 +37,9 @@ def read_scheduler_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / "scheduler.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {folder}: scheduler.json cannot be read: {error}; resume from another checkpoint") from error
+        raise UserError(
+            f"checkpoint {folder}: scheduler.json cannot be read: {error}; resume from another checkpoint"
+        ) from error
     return state
 
 
@@ -65,7 +67,9 @@ def _complete_ones(run_dir: Path) -> list[Path]:
 
 def _write_synced(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    partial.rename(path)

@@ -76,13 +76,17 @@ class JournalWriter:
         self._seq = 0
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self._file.write(
-            self._packer.pack([_MAGIC, _FORMAT, to_json(header.config), header.world_size, header.resumed and dict(header.resumed)])
+            self._packer.pack(
+                [_MAGIC, _FORMAT, to_json(header.config), header.world_size, header.resumed and dict(header.resumed)]
+            )
         )
 
     def __enter__(self) -> JournalWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def write(self, now_s: float, event: Event, actions: tuple[Action, ...]) -> None:

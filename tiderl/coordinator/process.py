@@ -35,7 +35,9 @@ async def coordinate(job: Job, ready_fd: int) -> int:
     """The whole life of the coordinator; returns the exit code. Raises `UserError` before any rank has started."""
     config = job.config
     began_s = time.monotonic()
-    async with EnvClient(config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s) as environments:
+    async with EnvClient(
+        config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s
+    ) as environments:
         await environments.check(config.env.name, config.timeouts.env_start_s)
         capacity = await environments.capacity()
         stream = _task_stream(job, await environments.tasks())
@@ -51,7 +53,9 @@ async def coordinate(job: Job, ready_fd: int) -> int:
         metrics = MetricsWriter(job.run_dir / "metrics.jsonl")
         console = Console(config.run.console, config.train.steps)
         with JournalWriter(job.run_dir / "journal.msgpack", header) as journal:
-            coordinator = Coordinator(config, core, stream, wire, journal, metrics, console, job.run_dir, job.world_size)
+            coordinator = Coordinator(
+                config, core, stream, wire, journal, metrics, console, job.run_dir, job.world_size
+            )
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, coordinator.tell, StopRequested(f"got {signal.Signals(number).name}"))

@@ -38,7 +38,9 @@ def replay(core: Core, records: Iterable[Record]) -> Comparison:
         if actions != record.actions:
             then = [codec.unpack(action) for action in record.actions]
             now = [codec.unpack(action) for action in actions]
-            found.differences.append(f"event {record.seq} at {record.now_s:.6f} s: {event}\n  then: {then}\n  now:  {now}")
+            found.differences.append(
+                f"event {record.seq} at {record.now_s:.6f} s: {event}\n  then: {then}\n  now:  {now}"
+            )
     return found
 
 

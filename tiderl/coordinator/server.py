@@ -161,8 +161,10 @@ class Coordinator:
         if deadline_s is not None and self.now_s() >= deadline_s:
             self._inbox.append(ev.Tick())
         while self._inbox:
+            ending = self._end is not None
             for action in self._handle(self._inbox.popleft()):
-                self._do(action)
+                if not ending:  # afterwards events are only for the ledger
+                    self._do(action)
         while self._outbox:
             await self._send(*self._outbox.popleft())
 
@@ -251,8 +253,11 @@ class Coordinator:
         """Write our part of every checkpoint whose actors' parts are all on disk."""
         pending = {step for step, _ in self._core.training.saving}
         for step in sorted(self._states.keys() - pending):
+            state = self._states.pop(step)
+            if step not in self._core.training.on_disk:
+                continue  # an actor's part failed, and the core has said so
             try:
-                checkpoints.write_scheduler_state(checkpoints.checkpoint_dir(self._run_dir, step), self._states.pop(step))
+                checkpoints.write_scheduler_state(checkpoints.checkpoint_dir(self._run_dir, step), state)
                 checkpoints.keep_newest(self._run_dir, self._config.checkpoint.keep)
             except OSError as error:
                 logger.error("checkpoint of step %d is incomplete: %s", step, error)

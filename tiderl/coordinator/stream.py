@@ -48,4 +48,7 @@ class TaskStream:
         """A new evaluation round: seeds 0 .. count-1 of the evaluation split."""
         first = EVAL_BASE + self._num_eval_drawn
         self._num_eval_drawn += count
-        return tuple(GroupSpec(GroupId(first + i), TaskKind.EVAL, self._env, self._eval_split, i, self._env) for i in range(count))
+        return tuple(
+            GroupSpec(GroupId(first + i), TaskKind.EVAL, self._env, self._eval_split, i, self._env)
+            for i in range(count)
+        )

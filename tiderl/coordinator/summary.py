@@ -54,7 +54,9 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any], reason: str, consol
     if summary["eval_success_first"] is not None:
         console.say(f"evaluation success {summary['eval_success_first']:.3f} -> {summary['eval_success_last']:.3f}")
     if summary["steps"]:
-        console.say(f"training reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} over {summary['steps']} steps")
+        console.say(
+            f"training reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} over {summary['steps']} steps"
+        )
     console.say(f"goodput {summary['goodput']:.0f} trained tokens/s over {summary['wall_s']:.0f} s")
     accounts = " + ".join(f"{ledger[a.value]} {a.value}" for a in Account)
     verdict = "closes" if ledger["closes"] else "DOES NOT CLOSE"

@@ -115,7 +115,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ReportStep:
-    """A training step is over: one line of metrics. Keys are `metrics.jsonl`'s; see `core.step_metrics`."""
+    """A training step made an update, the `step`-th from 0: one line of metrics. Keys: see `scheduling.metrics`."""
 
     step: int
     metrics: Mapping[str, float]

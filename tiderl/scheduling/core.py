@@ -8,7 +8,7 @@ Invariants (tests/scheduling/test_core_machine.py, tests/replay/):
 1. An illegal event raises `IllegalEvent` and changes nothing.
 2. The same events at the same times give the same actions, in the same order.
 3. Tokens are conserved (`ledger.py`), staleness is bounded (`staleness.py`), budgets hold (`ctb.py`).
-4. The cost of an event does not depend on how many tasks there are, but for a logarithm; whole ranks are listed at most once a step.
+4. The cost of an event does not depend on how many tasks there are, but for a logarithm; whole ranks are listed once a step.
 5. While the job waits for a rank, `next_deadline_s` is set.
 
 Source: paper §4, §5.
@@ -109,7 +109,9 @@ class Core:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; only before the first event."""
         if state["format"] != STATE_FORMAT:
-            raise ValueError(f"the checkpoint's scheduler state has format {state['format']}, this version reads {STATE_FORMAT}")
+            raise ValueError(
+                f"the checkpoint's scheduler state has format {state['format']}, this version reads {STATE_FORMAT}"
+            )
         assert not self._joined
         self.training.version = WeightVersion(state["version"])
         self.training.next_step = state["next_step"]
@@ -204,7 +206,7 @@ class Core:
             metrics = step_metrics(step, self.rollout, now_s, since_s)
             num_tokens = sum(self.rollout.retire(group) for group in step.groups)
             self._trained_groups = step.groups
-            actions.append(ReportStep(step.step, {**metrics, "trained_tokens": float(num_tokens)}))
+            actions.append(ReportStep(self.training.version - 1, {**metrics, "trained_tokens": float(num_tokens)}))
             every = self._config.checkpoint.every
             if every and self.training.version % every == 0 and self.training.version < self._config.train.steps:
                 actions += self.training.save(now_s, final=False)
@@ -216,7 +218,9 @@ class Core:
             actions.append(Note("error", reason))
             actions += [self.rollout.drop_trained(group, reason) for group in step.groups]
             if self._num_skipped >= MAX_SKIPPED_STEPS:
-                return actions + self._fail(f"{MAX_SKIPPED_STEPS} steps in a row made no update (loss or gradient not finite)")
+                return actions + self._fail(
+                    f"{MAX_SKIPPED_STEPS} steps in a row made no update (loss or gradient not finite)"
+                )
             self.training.wait_for_data(now_s)
             self.rollout.ready.start_step(now_s)
         self._last_step_end_s = now_s
@@ -272,7 +276,9 @@ class Core:
         """Everything that the present state allows, in a fixed order."""
         actions: list[Action] = []
         if self._is_late(self._stop_deadline_s, now_s):
-            return self._fail(f"the state could not be saved in timeouts.shutdown_s; waiting for {self.training.waits_for()}")
+            return self._fail(
+                f"the state could not be saved in timeouts.shutdown_s; waiting for {self.training.waits_for()}"
+            )
         training = self.training
         if training.phase is Phase.JOINING:
             if self._stopping is not None:

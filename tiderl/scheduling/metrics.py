@@ -4,6 +4,8 @@
 |---|---|---|
 | `reward`, `success` | | mean over the step's trajectories |
 | `turns`, `context_tokens` | | mean over the step's trajectories |
+| `num_trajectories` | | of the step |
+| `num_failures` | | failed attempts of tasks since the start of the run |
 | `zero_variance_share` | | share of groups whose rewards are all equal (no policy gradient) |
 | `trained_tokens` | tokens | generated tokens that this update consumed |
 | `goodput` | token/s | those, per second since the last step's end |

@@ -38,7 +38,9 @@ class RolloutSide:
     def __init__(self, config: Config, version: WeightVersion) -> None:
         self._config = config
         self.ledger = TokenLedger()
-        self.gate = StalenessGate(config.schedule.max_staleness, config.train.groups_per_step, config.train.steps, version)
+        self.gate = StalenessGate(
+            config.schedule.max_staleness, config.train.groups_per_step, config.train.steps, version
+        )
         self.admission = Admission(
             reserve_per_task_tokens=config.model.max_context_tokens,
             max_tasks_per_rank=config.rollout.max_tasks_per_rank,
@@ -141,7 +143,9 @@ class RolloutSide:
 
     def must_wait(self) -> bool:
         """Would a step with the groups that are ready now make one too late that is still being played?"""
-        return bool(self._open_by_version) and not self.gate.leaves_time(self._open_by_version, self.ready.num_by_version)
+        return bool(self._open_by_version) and not self.gate.leaves_time(
+            self._open_by_version, self.ready.num_by_version
+        )
 
     # --- what the ranks report ------------------------------------------------------------------------------------
 
@@ -188,7 +192,9 @@ class RolloutSide:
     def failed(self, event: TaskFailed, now_s: float) -> list[Action]:
         task = self._task(event.task_id)
         if task.state not in ON_RANK or task.rank != event.rank:
-            raise IllegalEvent(f"task {event.task_id} is {task.state.value} on rank {task.rank}, so it cannot fail on {event.rank}")
+            raise IllegalEvent(
+                f"task {event.task_id} is {task.state.value} on rank {task.rank}, so it cannot fail on {event.rank}"
+            )
         self._require_count(task, event.generated_tokens)
         cancelled = event.kind is FailureKind.CANCELLED
         if cancelled and self._is_wanted(task):
@@ -203,7 +209,9 @@ class RolloutSide:
         task.generated_tokens = 0
         again = self._is_wanted(task) and event.retryable and task.attempt < self._config.rollout.max_attempts
         spec = task.group.spec
-        what = f"task {task.task_id} ({spec.env} {spec.split} seed {spec.seed}, attempt {task.attempt}, rank {event.rank})"
+        what = (
+            f"task {task.task_id} ({spec.env} {spec.split} seed {spec.seed}, attempt {task.attempt}, rank {event.rank})"
+        )
         if not cancelled:
             self.num_failures += 1
             self.failures_in_a_row += 1
@@ -213,7 +221,9 @@ class RolloutSide:
             self.admission.enqueue(task)
             return [Note("warning", f"{what} failed and will be tried again: {event.kind.value}: {event.detail}")]
         task.state = TaskState.OUT
-        note = Note("info" if cancelled else "warning", f"{what} failed and is left out: {event.kind.value}: {event.detail}")
+        note = Note(
+            "info" if cancelled else "warning", f"{what} failed and is left out: {event.kind.value}: {event.detail}"
+        )
         if task.kind is TaskKind.EVAL:
             self._give_up_evaluation(task)
             return [note]

@@ -57,7 +57,7 @@ class StalenessGate:
     def leaves_time(self, playing: Mapping[WeightVersion, int], ready: Mapping[WeightVersion, int]) -> bool:
         """If a step takes the oldest of the `ready` groups now, can the following steps still train all others in time?
 
-        Both mappings count groups by start version. A group of start version u has its last chance in the step at u + max_staleness.
+        Both mappings count groups by start version. The last chance of a group is the step at its start version + max_staleness.
         """
         room = self._groups_per_step
         left = dict(playing)

@@ -135,9 +135,13 @@ class TrainingSide:
             raise IllegalEvent(f"rank {event.rank} left step {event.step}, but it is not in such a step")
         others = next(iter(step.results.values()), event)
         if (event.updated, event.abandoned, event.version) != (others.updated, others.abandoned, others.version):
-            raise IllegalEvent(f"rank {event.rank} disagrees with rank {others.rank} on the outcome of step {event.step}")
+            raise IllegalEvent(
+                f"rank {event.rank} disagrees with rank {others.rank} on the outcome of step {event.step}"
+            )
         if event.version != self.version + event.updated or (event.updated and event.abandoned):
-            raise IllegalEvent(f"rank {event.rank} left step {event.step} with version {event.version} after {self.version}")
+            raise IllegalEvent(
+                f"rank {event.rank} left step {event.step} with version {event.version} after {self.version}"
+            )
         step.results[event.rank] = event
         if len(step.results) < len(self.actors):
             return None

@@ -57,4 +57,6 @@ class Job:
                 keys=ClientKeys(**fields["keys"]) if fields["keys"] else None,
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise WireError(f"the job's description cannot be read: {error!r}; are all ranks of the same version?") from error
+            raise WireError(
+                f"the job's description cannot be read: {error!r}; are all ranks of the same version?"
+            ) from error

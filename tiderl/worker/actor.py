@@ -132,7 +132,9 @@ class ActorWorker:
             end = first + len(message.trajectories)
             own = references[first:end] if references is not None else None
             first = end
-            step.results.append(await self._on_device("train", lambda m=micro_batch, r=own: self._trainer.train_micro_batch(m, r)))
+            step.results.append(
+                await self._on_device("train", lambda m=micro_batch, r=own: self._trainer.train_micro_batch(m, r))
+            )
 
     async def _close_step(self, order: CloseStep) -> None:
         step, self._step = self._step, None
@@ -180,7 +182,9 @@ class ActorWorker:
         if context.rank == context.sync_leader:
             assert context.sync_group is not None
             bucket_bytes = context.config.wire.sync_bucket_bytes
-            WeightSender(context.sync_group, context.sync_leader, bucket_bytes, context.device).send(weights, version, canary)
+            WeightSender(context.sync_group, context.sync_leader, bucket_bytes, context.device).send(
+                weights, version, canary
+            )
         else:
             for _ in weights:
                 pass

@@ -57,7 +57,10 @@ class WorkerProcess:
         wire = WorkerSocket(self._rank, max_message_bytes=config.wire.max_message_bytes)
         try:
             await wire.connect(
-                _coordinator_address(self._job), self._job.keys, timeout_s=config.timeouts.start_s, lost_s=config.timeouts.lost_s
+                _coordinator_address(self._job),
+                self._job.keys,
+                timeout_s=config.timeouts.start_s,
+                lost_s=config.timeouts.lost_s,
             )
             return await self._serve(wire)
         finally:
@@ -157,7 +160,9 @@ async def _make_role(job: Job, rank: Rank, store: Store, emit: Any) -> RoleWorke
         return actor_group if is_actor else None, storage_group if is_actor else None, sync_group if is_member else None
 
     actor_group, storage_group, sync_group = await asyncio.to_thread(join)
-    context = WorkerContext(config, rank, job.run_dir, job.resume_dir, device, actor_group, storage_group, sync_group, emit)
+    context = WorkerContext(
+        config, rank, job.run_dir, job.resume_dir, device, actor_group, storage_group, sync_group, emit
+    )
     if rank < config.roles.num_actors:
         return _make_actor(context)
     return await _make_rollout(context)
@@ -179,7 +184,9 @@ async def _make_rollout(context: WorkerContext) -> RoleWorker:
     from tiderl.worker.rollout import RolloutWorker
 
     config = context.config
-    sessions = EnvClient(config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s, env=config.env.name)
+    sessions = EnvClient(
+        config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s, env=config.env.name
+    )
     chat = await asyncio.to_thread(load_chat_format, config.model.path, system_prompt=config.agent.system_prompt)
     return RolloutWorker(context, VllmEngine(config), sessions, chat)
 

@@ -73,7 +73,9 @@ class RolloutWorker:
 
     def handle(self, message: Any) -> None:
         if isinstance(message, StartTask):
-            player = TaskPlayer(message, self._context.config, self._engine, self._sessions, self._chat, self._context.emit)
+            player = TaskPlayer(
+                message, self._context.config, self._engine, self._sessions, self._chat, self._context.emit
+            )
             self._players[message.task_id] = player
             self._spawn(self._play(message.task_id, player))
         elif isinstance(message, CancelTask):

@@ -84,7 +84,9 @@ class WeightSender:
     def __init__(self, group: dist.ProcessGroup, leader: int, bucket_bytes: int, device: torch.device) -> None:
         self._group, self._leader, self._bucket_bytes, self._device = group, leader, bucket_bytes, device
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: WeightVersion, canary: npt.NDArray[np.float32]) -> None:
+    def send(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: WeightVersion, canary: npt.NDArray[np.float32]
+    ) -> None:
         """Broadcast all weights and the canary's log-probs [NUM_CANARY_TOKENS - 1]."""
         bucket = _Bucket(self._bucket_bytes)
         for name, tensor in weights:
@@ -136,7 +138,9 @@ class WeightReceiver:
             data = self._take(header[3], torch.uint8)
             names = [entry[0] for entry in manifest["entries"]]
             if checksum(data) != manifest["checksum"]:
-                faults.append(f"the bucket with {names[0]} … {names[-1]} arrived with another checksum than it was sent with")
+                faults.append(
+                    f"the bucket with {names[0]} … {names[-1]} arrived with another checksum than it was sent with"
+                )
                 continue
             weights += [(name, _view(data, dtype, shape, offset)) for name, dtype, shape, offset in manifest["entries"]]
         canary = self._take(NUM_CANARY_TOKENS - 1, torch.float32).cpu().numpy()

@@ -1,8 +1,8 @@
 """The expert for BabyAI: minigrid's own planning bot, speaking our action words. It warm-starts the quickstart's model.
 
 The bot knows only what the agent has seen so far and plans shortest paths, so a policy with the same observations can
-imitate it. Made careless, it often walks on where it should turn: what it demonstrates is the way, but not the care to follow
-it, which is a start that reinforcement learning can mend.
+imitate it. Made careless, it often walks on where it should turn: what it demonstrates is the way, but not the care to
+follow it, which is a start that reinforcement learning can mend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BabyAIExpert:
     """Plays one started episode: call `act` before each step, and play what it says."""
 
     def __init__(self, environment: BabyAI, *, walk_on_share: float = 0.0, rng: random.Random | None = None) -> None:
-        """`walk_on_share` is the probability of a step forward in place of a turn; it needs `rng`."""
+        """`walk_on_share` is how often a turn becomes a step forward (0 .. 1); above 0 it needs `rng`."""
         from minigrid.utils.baby_ai_bot import BabyAIBot
 
         if walk_on_share > 0 and rng is None:
