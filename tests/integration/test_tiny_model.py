@@ -47,7 +47,7 @@ def test_the_folder_is_a_whole_model(folder: Path, tokenizer: Any) -> None:
     # The heads that vLLM's CPU attention has kernels for.
     assert config["hidden_size"] // config["num_attention_heads"] in (32, 64, 128)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_500_000
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
     assert model.generation_config.eos_token_id == list(ChatFormat(tokenizer).stop_token_ids)
     assert {"model.safetensors", "generation_config.json", "tokenizer.json"} <= {file.name for file in folder.iterdir()}

@@ -39,7 +39,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 #: Gives a success rate near one third, sampled at temperature 1. Above one half greedy play hardly ever turns.
-BABYAI_WALK_ON_SHARE = 0.65
+BABYAI_WALK_ON_SHARE = 0.75
 MAX_VOCAB = 4096
 MAX_POSITIONS = 2048
 #: Label of a token that carries no loss (torch's own default).
@@ -93,7 +93,7 @@ def babyai_recipe() -> Recipe:
         return BabyAIExpert(environment, walk_on_share=BABYAI_WALK_ON_SHARE, rng=rng)
 
     return Recipe(
-        BabyAI, expert, num_demonstrations=1000, hidden_size=64, num_layers=2, updates=200, batch_size=32, lr=2e-3
+        BabyAI, expert, num_demonstrations=1000, hidden_size=160, num_layers=4, updates=60, batch_size=32, lr=1e-3
     )
 
 
