@@ -103,9 +103,12 @@ def test_tokens_are_conserved_and_the_engines_count_the_same(job: Job) -> None:
 
 def test_engine_and_trainer_agree_on_log_probs(job: Job) -> None:
     """On tokens that the trainer's own version produced, in fp32; and every sync passed its canary."""
-    for line in jobs.lines_of(job.run_dir, "step"):
+    steps = jobs.lines_of(job.run_dir, "step")
+    for line in steps:
         assert line["log_prob_gap_max"] < 1e-4
         assert line["staleness_max"] <= 1
+    # The first step trains on tokens of its own version; two implementations never agree to the last bit on all of them.
+    assert steps[0]["log_prob_gap_max"] > 0
     gaps = [
         float(action.text.rpartition("canary gap ")[2])
         for action in journal_of(job.run_dir)[1]

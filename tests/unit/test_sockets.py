@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import dataclasses
 import gc
 import os
@@ -81,7 +82,10 @@ async def raw_dealer(address: str, keys: ClientKeys | None, identity: bytes) -> 
         yield socket
     finally:
         socket.close()
-        context.term()
+        # On a thread of its own: an intruder that libzmq does not let go must not stop the event loop.
+        ending = threading.Thread(target=context.term, daemon=True)
+        ending.start()
+        await asyncio.to_thread(ending.join, BOUND_S)
 
 
 async def assert_both_ways(coordinator: CoordinatorSocket, worker: WorkerSocket, rank: int) -> None:

@@ -12,7 +12,8 @@ Invariants (tests/unit/test_sockets.py):
 3. No send waits without a bound. The coordinator's never waits at all: a rank that leaves `max_queued_messages` unread, or that
    is not connected, is a `WireError` which names it. A worker's waits for `timeout_s` and then raises `WaitTimeout`.
 4. A frame over `max_message_bytes` is refused where it is sent; a peer that sends one all the same is disconnected.
-5. `close` sends what is queued for at most `linger_s` and leaves no socket, task or thread behind.
+5. `close` sends what is queued for at most `linger_s` and leaves no socket, task or thread behind; should libzmq not end its
+   context in time, it says so in the log and goes on.
 
 Sent frames are copied: the caller may reuse their memory as soon as `send` has returned.
 """
@@ -21,6 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +39,9 @@ from tiderl.wire.codec import DEFAULT_MAX_MESSAGE_BYTES
 from tiderl.wire.leaves import Buffer
 
 DEFAULT_MAX_QUEUED_MESSAGES = 10_000
+#: What ending a context may take beyond its linger, and how often it is looked at.
+_TERM_GRACE_S = 2.0
+_TERM_POLL_S = 0.005
 #: Where libzmq looks for the one who decides which client keys are let in (ZAP, RFC 27).
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _NEVER_MS = 24 * 3600 * 1000
@@ -48,6 +55,9 @@ _WATCHED_EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +329,15 @@ async def _end(task: asyncio.Task[None] | None) -> None:
 
 
 async def _terminate(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, linger_s: float) -> None:
+    """Close the socket and end the context, which blocks until the linger has passed: on a thread that nobody has to join."""
     socket.close(linger=round(linger_s * 1000))
-    # `term` blocks until the linger has passed, which is no business of the event loop.
-    await asyncio.to_thread(context.term)
+    ending = threading.Thread(target=context.term, name="wire-term", daemon=True)
+    ending.start()
+    deadline_s = time.monotonic() + linger_s + _TERM_GRACE_S
+    while ending.is_alive():
+        if time.monotonic() > deadline_s:
+            logger.warning(
+                "libzmq did not end its context within %.1f s; its thread is left behind", linger_s + _TERM_GRACE_S
+            )
+            return
+        await asyncio.sleep(_TERM_POLL_S)

@@ -7,6 +7,7 @@ Invariants (tests/unit/test_envs_shop.py):
 
 from __future__ import annotations
 
+import random
 import re
 
 from tiderl.envs.builtin.shop_catalogue import words_of
@@ -19,8 +20,14 @@ _OPTION = re.compile(r"^(?P<name>\w+): (?P<values>\[.*\])(?: \(chosen: (?P<chose
 class ShopExpert:
     """Plays one episode: `act` for each observation, in order."""
 
-    def __init__(self, instruction: str) -> None:
-        """`instruction` is any text with the goal's sentence in it. Raises `ValueError` if there is none."""
+    def __init__(self, instruction: str, *, haste: float = 0.0, rng: random.Random | None = None) -> None:
+        """`instruction` is any text with the goal's sentence in it. Raises `ValueError` if there is none.
+
+        `haste` is how often it buys where it should choose an option first (0 .. 1); above 0 it needs `rng`.
+        """
+        if haste > 0 and rng is None:
+            raise ValueError("a hasty expert needs an rng")
+        self._haste, self._rng = haste, rng
         goal = _GOAL.search(instruction)
         if goal is None:
             raise ValueError(f"no goal of the store in {instruction[:200]!r}")
@@ -54,5 +61,6 @@ class ShopExpert:
             return "click[< prev]"
         for name, value in self._options.items():
             if offered[name]["chosen"] != value:
-                return f"click[{value}]"
+                hasty = self._rng is not None and self._rng.random() < self._haste
+                return "click[buy now]" if hasty else f"click[{value}]"
         return "click[buy now]"
