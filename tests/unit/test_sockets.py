@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import dataclasses
 import gc
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import TypeVar
 
