@@ -121,7 +121,6 @@ def _waits(config: Config) -> list[tuple[str, str]]:
         ("environment servers answer at the start", "timeouts.env_start_s", timeouts.env_start_s),
         ("a request to an environment", "timeouts.env_request_s", timeouts.env_request_s),
         ("a task, pauses not counted", "rollout.task_timeout_s", config.rollout.task_timeout_s),
-        ("an idle environment session", "timeouts.lease_s", timeouts.lease_s),
         ("a silent rank", "timeouts.lost_s", timeouts.lost_s),
         ("a collective", "timeouts.collective_s", timeouts.collective_s),
         ("a weight sync", "timeouts.sync_s", timeouts.sync_s),

@@ -213,8 +213,6 @@ class TimeoutsConfig:
     """One request to an environment server."""
     env_start_s: float = 30.0
     """How long the job waits at its start for the environment servers to answer."""
-    lease_s: float = 300.0
-    """An environment session that hears nothing for this long, pauses not counted, is ended by its server."""
     shutdown_s: float = 20.0
     """From the request to stop until what is left is killed."""
 
