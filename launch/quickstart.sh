@@ -68,6 +68,7 @@ for flag in "$@"; do
 done
 "${preflight[@]}" >/dev/null
 
+umask 077
 mkdir -p runs
 if [[ ! -s $token_file ]]; then
     (umask 077 && .venv/bin/python -c 'import secrets; print(secrets.token_urlsafe(32))' >"$token_file")

@@ -36,7 +36,7 @@ from tiderl.wire.job import Job
 
 #: How often the parent looks at its children and at its signals.
 POLL_S = 0.1
-#: What children get beyond `timeouts.shutdown_s`, to write their last lines.
+#: What children get beyond their own bounds, to write their last lines.
 GRACE_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
@@ -70,8 +70,7 @@ def _world_size(loaded: LoadedConfig) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     if loaded.dry_run:
-        roles = loaded.config.roles
-        return int(os.environ.get("TIDERL_WORLD_SIZE", roles.num_actors + roles.num_ref + 1))
+        return int(os.environ.get("TIDERL_WORLD_SIZE", loaded.config.roles.num_actors + 1))
     raise UserError(
         "WORLD_SIZE is not set: start the job with torchrun, such as "
         "`torchrun --standalone --nproc-per-node 4 -m tiderl.launch --config FILE`, or add --dry-run"
@@ -93,15 +92,18 @@ def _run(loaded: LoadedConfig, rank: int, world_size: int, resume_dir: Path | No
     config = loaded.config
     stop = _StopSignal()
     _die_with_parent()
+    # Trajectories and weights are the user's own: whatever the job writes, no one else may read.
+    os.umask(0o077)
     children: dict[str, subprocess.Popen[str]] = {}
     with tempfile.TemporaryFile("w+") as early_log:
         try:
             job_text = ""
             if rank == 0:
-                job = Job(config, world_size, _make_run_dir(loaded), resume_dir)
+                bind_host, connect_host = _hosts(config, world_size)
+                job = Job(config, world_size, _make_run_dir(loaded), resume_dir, bind_host, connect_host)
                 children["coordinator"], job_text = _start_coordinator(job, stop)
                 if not job_text:
-                    return children["coordinator"].wait(timeout=GRACE_S)
+                    return _wait_bounded(children["coordinator"])
             children["worker"] = _start_worker(config, job_text, early_log)
             code = _watch(children, config, stop)
         finally:
@@ -110,6 +112,16 @@ def _run(loaded: LoadedConfig, rank: int, world_size: int, resume_dir: Path | No
         if code == 1 and not stop.requested:
             _complain(_last_words(early_log, rank), rank)
         return code
+
+
+def _hosts(config: Config, world_size: int) -> tuple[str, str]:
+    """Where the coordinator listens, and where workers look for it: on this machine only, if all ranks are here."""
+    bind_host = config.wire.bind_host
+    if bind_host not in ("0.0.0.0", "::"):
+        return bind_host, bind_host
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        return "127.0.0.1", "127.0.0.1"
+    return bind_host, os.environ["MASTER_ADDR"]
 
 
 def _make_run_dir(loaded: LoadedConfig) -> Path:
@@ -185,7 +197,7 @@ def _start_worker(config: Config, job_text: str, early_log: IO[str]) -> subproce
 
 def _watch(children: dict[str, subprocess.Popen[str]], config: Config, stop: _StopSignal) -> int:
     """Wait for the children; the first failure among them is the rank's. Bounded once one has ended or a stop was asked for."""
-    bound_s = config.timeouts.shutdown_s + GRACE_S
+    bound_s = 2 * config.timeouts.shutdown_s + GRACE_S
     deadline_s: float | None = None
     told = False
     while True:
@@ -197,13 +209,27 @@ def _watch(children: dict[str, subprocess.Popen[str]], config: Config, stop: _St
             told = True
             if "coordinator" in children:
                 children["coordinator"].send_signal(stop.number)
+            else:
+                # Ends a worker that has not reached the coordinator; one that has is told by it when to leave.
+                children["worker"].terminate()
         if (ended or stop.requested) and deadline_s is None:
             deadline_s = time.monotonic() + bound_s
         if deadline_s is not None and time.monotonic() > deadline_s:
             left = [name for name, code in codes.items() if code is None]
-            print(f"tiderl: {' and '.join(left)} did not end within timeouts.shutdown_s and is killed", file=sys.stderr)
-            return max((_exit_code(code) for code in ended), default=1)
+            print(
+                f"tiderl: {' and '.join(left)} did not end within 2 x timeouts.shutdown_s and is killed",
+                file=sys.stderr,
+            )
+            return max(1, *(_exit_code(code) for code in ended))
         time.sleep(POLL_S)
+
+
+def _wait_bounded(child: subprocess.Popen[str]) -> int:
+    """The exit code of a child that is about to end; 1 if it does not."""
+    try:
+        return _exit_code(child.wait(timeout=GRACE_S))
+    except subprocess.TimeoutExpired:
+        return 1
 
 
 def _exit_code(code: int) -> int:

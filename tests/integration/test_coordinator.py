@@ -359,8 +359,8 @@ async def test_a_rank_that_contradicts_the_scheduler_ends_the_job(
     run.replayed()
 
 
-async def test_a_message_that_is_none_disturbs_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(tmp_path, config_of(steps=1), r1="talk nonsense")
-    with caplog.at_level(logging.WARNING):
-        assert (await run.to_the_end()).exit_code == 0
-    assert "a message is ignored: 'Nonsense' is not a registered message" in caplog.text
+async def test_a_rank_that_cannot_be_understood_is_lost(tmp_path: Path) -> None:
+    """Whatever it meant to say, the core would wait for it without end."""
+    end = await Run(tmp_path, config_of(steps=1), r1="talk nonsense").to_the_end()
+    assert end.exit_code == 1
+    assert "rank 1" in end.reason and "'Nonsense' is not a registered message" in end.reason

@@ -92,6 +92,11 @@ def test_the_run_folder_is_complete(job: Job) -> None:
     assert [line["version"] for line in jobs.lines_of(job.run_dir, "eval")] == [0, 2, 3]
 
 
+def test_nobody_else_may_read_what_a_job_writes(job: Job) -> None:
+    for path in (job.run_dir, *job.run_dir.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
 def test_tokens_are_conserved_and_the_engines_count_the_same(job: Job) -> None:
     ledger = job.summary["ledger"]
     ends = ledger["trained"] + ledger["evaluated"] + ledger["stale"] + ledger["failed"] + ledger["held"]

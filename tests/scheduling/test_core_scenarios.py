@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.scheduling.driver import MAX_CONTEXT_TOKENS, World, small_config, trained
-from tiderl.errors import IllegalEvent
+from tiderl.errors import IllegalEvent, UserError
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import MAX_SKIPPED_STEPS, Core
@@ -448,7 +448,7 @@ def test_a_crash_goes_on_from_the_last_checkpoint() -> None:
 
 def test_a_state_of_another_format_is_refused() -> None:
     core = Core(small_config(), 2)
-    with pytest.raises(ValueError, match="format 2, this version reads 1"):
+    with pytest.raises(UserError, match="format 2, this version reads 1"):
         core.load_state_dict({**core.state_dict(), "format": 2})
 
 

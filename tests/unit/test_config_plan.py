@@ -12,7 +12,7 @@ CONFIG = overlay(
     Config(),
     {
         "env": {"urls": ["http://a:1", "http://b:2"]},
-        "roles": {"num_actors": 2, "num_ref": 1},
+        "roles": {"num_actors": 2},
         "model": {"dtype": "bfloat16", "max_context_tokens": 1000},
         "train": {"steps": 10, "groups_per_step": 3, "group_size": 4},
         "trainer": {"max_micro_batch_tokens": 2500},
@@ -32,8 +32,8 @@ def row(text: str, name: str) -> str:
 def test_roles() -> None:
     text = describe(CONFIG, 8)
     assert row(text, "actor").startswith("ranks 0-1:")
-    assert row(text, "rollout").startswith("ranks 2-6:")
-    assert row(text, "ref").startswith("rank 7:")
+    assert row(text, "rollout").startswith("ranks 2-7:")
+    assert row(text, "ref") == "on the actors' ranks (colocated)"
     assert row(text, "environment") == "babyai at http://a:1, http://b:2"
 
 
@@ -54,20 +54,21 @@ def test_the_kv_cache() -> None:
 
 
 def test_memory() -> None:
-    # 2**30 parameters: 2 GiB of bf16 weights, 4 GiB of fp32 gradients, 16 GiB / 2 of master weights, moments, reduced gradients
+    # 2**30 parameters: 2 GiB of bf16 weights, 4 GiB of fp32 gradients, 16 GiB / 2 of master weights, moments, reduced gradients,
+    # and 2 GiB of the frozen reference.
     text = describe(CONFIG, 8, 2**30)
     memory = text[text.index("Memory") :]
-    assert row(memory, "actor") == "14.0 GiB: weights 2.0 GiB, gradients 4.0 GiB, optimizer shard 8.0 GiB"
+    assert row(memory, "actor") == (
+        "16.0 GiB: weights 2.0 GiB, gradients 4.0 GiB, optimizer shard 8.0 GiB, reference 2.0 GiB"
+    )
     assert row(memory, "rollout").startswith("2.0 GiB of weights")
-    assert row(memory, "ref") == "2.0 GiB"
     assert "not known" in describe(CONFIG, 8)
 
 
-def test_a_colocated_reference_is_counted_on_the_actors() -> None:
-    colocated = overlay(CONFIG, {"roles": {"num_ref": 0}})
-    text = describe(colocated, 8, 2**30)
-    assert row(text, "ref") == "on the actors' ranks (colocated)"
-    assert row(text[text.index("Memory") :], "actor").startswith("16.0 GiB")
+def test_without_a_kl_penalty_there_is_no_reference() -> None:
+    text = describe(overlay(CONFIG, {"loss": {"kl_weight": 0.0}}), 8, 2**30)
+    assert row(text, "ref") == "none (loss.kl_weight is 0)"
+    assert row(text[text.index("Memory") :], "actor").startswith("14.0 GiB")
 
 
 def test_every_timeout_is_in_the_table_of_waits() -> None:

@@ -31,7 +31,6 @@ def test_the_defaults_pass_with_a_model_a_server_and_two_ranks() -> None:
     "changes",
     [
         {"roles.num_actors": 7},
-        {"roles.num_actors": 2, "roles.num_ref": 5, "loss.kl_weight": 0.1},
         {"engine.kv_cache_tokens": 8640},  # 8640 * 0.95 = 8208 >= 8192
         {"engine.kv_cache_tokens": 8192, "rollout.kv_reserve": 0},
         {"schedule.max_staleness": 0},
@@ -54,9 +53,6 @@ def test_the_edge_of_what_is_right_passes(changes: dict[str, Any]) -> None:
     [
         ({"roles.num_actors": 0}, "roles.num_actors", "must be at least 1, got 0"),
         ({"roles.num_actors": 8}, "roles.num_actors", "8 of 8 ranks leave none for rollout; use at most 7"),
-        ({"roles.num_ref": -1}, "roles.num_ref", "must be at least 0"),
-        ({"roles.num_ref": 7, "loss.kl_weight": 0.1}, "roles.num_ref", "7 of 7 pool ranks leave none for rollout"),
-        ({"roles.num_ref": 1}, "roles.num_ref", "no work while loss.kl_weight is 0"),
         ({"train.group_size": 1}, "train.group_size", "must be at least 2, got 1"),
         ({"train.steps": 0}, "train.steps", "must be at least 1"),
         ({"agent.temperature": 0}, "agent.temperature", "must be above 0, got 0"),

@@ -27,7 +27,7 @@ import numpy as np
 from tiderl.config.schema import Config
 from tiderl.engines.base import Engine, Generation, Sampling
 from tiderl.envs.protocol import Observation, Started, Stepped
-from tiderl.errors import EnvironmentFailure, TideError, WaitTimeout
+from tiderl.errors import EngineError, EnvironmentFailure, TideError, WaitTimeout
 from tiderl.scheduling.actions import StartTask
 from tiderl.scheduling.events import TaskFailed, TaskFinished, TurnEnded, TurnStarted
 from tiderl.types import FailureKind, Finish, TaskKind, Trajectory, Turn, WeightVersion
@@ -184,13 +184,25 @@ class TaskPlayer:
         start = len(record.token_ids)
         self._report(TurnStarted(order.task_id, order.rank, start))
         began_s = time.monotonic()
-        generation = await self._engine.generate(self._request_id, record.token_ids, self._sampling)
+        generation = await self._bounded_generation()
         generate_s = time.monotonic() - began_s
         record.generate(generation)
         if generation.finish == "aborted":
             raise Stopped("stopped while it generated")
         self._report(TurnEnded(order.task_id, order.rank, len(record.token_ids), len(record.token_ids) - start))
         return start, record.token_ids[start:], generate_s, generation.cached_tokens
+
+    async def _bounded_generation(self) -> Generation:
+        """The engine's answer. One that heeds not even the abort at the task's timeout hangs, and its rank with it."""
+        bound_s = self._config.rollout.task_timeout_s + self._config.timeouts.sync_s
+        try:
+            async with asyncio.timeout(bound_s):
+                return await self._engine.generate(self._request_id, self._record.token_ids, self._sampling)
+        except TimeoutError:
+            raise EngineError(
+                f"the engine of rank {self._order.rank} has answered neither a request nor its abort for {bound_s:g} s "
+                "(bound: rollout.task_timeout_s + timeouts.sync_s)"
+            ) from None
 
     async def _unless_stopped(self, answer: Awaitable[T]) -> T:
         """Wait for the environment, but not longer than the coordinator wants the task and its time allows."""

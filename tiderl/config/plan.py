@@ -36,15 +36,12 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _roles(config: Config, world_size: int) -> list[tuple[str, str]]:
-    num_actors, num_ref = config.roles.num_actors, config.roles.num_ref
-    num_rollout = world_size - num_actors - num_ref
+    num_actors = config.roles.num_actors
     rows = [
         ("actor", f"{_ranks(0, num_actors)}: train ({config.trainer.kind})"),
-        ("rollout", f"{_ranks(num_actors, num_rollout)}: generate ({config.engine.kind})"),
+        ("rollout", f"{_ranks(num_actors, world_size - num_actors)}: generate ({config.engine.kind})"),
     ]
-    if num_ref:
-        rows.append(("ref", f"{_ranks(num_actors + num_rollout, num_ref)}: reference log-probs"))
-    elif config.loss.kl_weight > 0:
+    if config.loss.kl_weight > 0:
         rows.append(("ref", "on the actors' ranks (colocated)"))
     else:
         rows.append(("ref", "none (loss.kl_weight is 0)"))
@@ -99,19 +96,16 @@ def _memory(config: Config, num_parameters: int | None) -> list[tuple[str, str]]
         return [("unknown", "the model's number of parameters is not known")]
     dtype_bytes, num_actors = _DTYPE_BYTES[config.model.dtype], config.roles.num_actors
     weights = num_parameters * dtype_bytes
-    reference = weights if config.loss.kl_weight > 0 and config.roles.num_ref == 0 else 0
+    reference = weights if config.loss.kl_weight > 0 else 0
     optimizer = num_parameters * (_OPTIMIZER_BYTES + _GRADIENT_BYTES) // num_actors
     gradients = num_parameters * _GRADIENT_BYTES
     actor = weights + gradients + optimizer + reference
     parts = f"weights {_bytes(weights)}, gradients {_bytes(gradients)}, optimizer shard {_bytes(optimizer)}"
-    rows = [
+    return [
         ("parameters", _count(num_parameters)),
         ("actor", f"{_bytes(actor)}: {parts}" + (f", reference {_bytes(reference)}" if reference else "")),
         ("rollout", f"{_bytes(weights)} of weights, and the KV cache"),
     ]
-    if config.roles.num_ref:
-        rows.append(("ref", _bytes(weights)))
-    return rows
 
 
 def _waits(config: Config) -> list[tuple[str, str]]:

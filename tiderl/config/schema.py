@@ -40,9 +40,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class RolesConfig:
     num_actors: int = 1
-    """Ranks 0 .. num_actors-1 train. The others are the pool: Rollout or Ref."""
-    num_ref: int = 0
-    """Pool ranks that start as Ref. 0: the reference shares the actors' ranks (colocated)."""
+    """Ranks 0 .. num_actors-1 train, and score with the reference model; the others generate."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +211,9 @@ class TimeoutsConfig:
     """One request to an environment server."""
     env_start_s: float = 30.0
     """How long the job waits at its start for the environment servers to answer."""
-    shutdown_s: float = 20.0
-    """From the request to stop until what is left is killed."""
+    shutdown_s: float = 12.0
+    """From the request to stop until the state must be saved, and from there until all ranks must have left. Keep twice this
+    below torchrun's own patience of 30 s."""
 
 
 @dataclass(frozen=True)

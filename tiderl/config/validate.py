@@ -63,7 +63,6 @@ _RANGES = {
     "run.seed": _NOT_NEGATIVE,
     "model.max_context_tokens": _Range(2),
     "roles.num_actors": _ONE_OR_MORE,
-    "roles.num_ref": _NOT_NEGATIVE,
     "env.num_tasks": _NOT_NEGATIVE,
     "agent.max_turns": _ONE_OR_MORE,
     "agent.max_new_tokens": _ONE_OR_MORE,
@@ -138,19 +137,12 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_roles(config: Config, world_size: int) -> None:
-    num_actors, num_ref = config.roles.num_actors, config.roles.num_ref
-    num_pool = world_size - num_actors
-    if num_pool < 1:
+    num_actors = config.roles.num_actors
+    if num_actors >= world_size:
         raise ConfigError(
             "roles.num_actors",
             f"{num_actors} of {world_size} ranks leave none for rollout; use at most {world_size - 1}, or start more ranks",
         )
-    if num_ref > num_pool - 1:
-        raise ConfigError(
-            "roles.num_ref", f"{num_ref} of {num_pool} pool ranks leave none for rollout; use at most {num_pool - 1}"
-        )
-    if num_ref > 0 and config.loss.kl_weight == 0:
-        raise ConfigError("roles.num_ref", f"{num_ref} reference ranks have no work while loss.kl_weight is 0; use 0")
 
 
 def _check_environment(config: Config) -> None:

@@ -36,6 +36,10 @@ class Membership:
         self.farewells[farewell.rank] = farewell
         self._waiting_for.discard(farewell.rank)
 
+    def failed(self, rank: Rank) -> None:
+        """The rank has said that it cannot go on: nothing more will come."""
+        self._waiting_for.discard(rank)
+
     def present(self) -> list[Rank]:
         """Ranks that have been heard of, and have neither left nor been lost."""
         return sorted(self._waiting_for & self._heard_s.keys())

@@ -23,7 +23,7 @@ from tiderl.coordinator.stream import TaskStream
 from tiderl.coordinator.summary import ledger_report, summarize, write_summary
 from tiderl.envs.auth import read_token
 from tiderl.envs.client import EnvClient
-from tiderl.errors import ConfigError, UserError
+from tiderl.errors import ConfigError, EnvironmentFailure, EnvironmentUnreachable, UserError
 from tiderl.observe.console import Console
 from tiderl.observe.metrics import MetricsWriter
 from tiderl.scheduling.events import EnvironmentCapacity, StopRequested
@@ -39,14 +39,15 @@ async def coordinate(job: Job, ready_fd: int) -> int:
         config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s
     ) as environments:
         await environments.check(config.env.name, config.timeouts.env_start_s)
-        capacity = await environments.capacity()
-        stream = _task_stream(job, await environments.tasks())
+        try:
+            capacity, tasks = await environments.capacity(), await environments.tasks()
+        except EnvironmentFailure as error:
+            raise EnvironmentUnreachable(f"env.urls: {error}; is it a server of this version?") from error
+        stream = _task_stream(job, tasks)
     keys = JobKeys.generate()
     wire = CoordinatorSocket(keys, max_message_bytes=config.wire.max_message_bytes)
     try:
-        port = await wire.bind(config.wire.bind_host)
-        with os.fdopen(ready_fd, "w") as ready:
-            ready.write(dataclasses.replace(job, port=port, keys=keys.public_for_clients()).to_json() + "\n")
+        port = await wire.bind(job.bind_host)
         resumed = checkpoints.read_scheduler_state(job.resume_dir) if job.resume_dir else None
         header = Header(config, job.world_size, resumed)
         core = header.fresh_core()
@@ -60,6 +61,8 @@ async def coordinate(job: Job, ready_fd: int) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, coordinator.tell, StopRequested(f"got {signal.Signals(number).name}"))
             coordinator.tell(EnvironmentCapacity(capacity))
+            with os.fdopen(ready_fd, "w") as ready:
+                ready.write(dataclasses.replace(job, port=port, keys=keys.public_for_clients()).to_json() + "\n")
             end = await coordinator.run()
         metrics.close()
         generated_before = resumed["ledger"]["generated"] if resumed else 0

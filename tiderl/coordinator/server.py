@@ -134,21 +134,31 @@ class Coordinator:
         """One message of a rank: facts for the core go to the inbox, data to the buffer."""
         try:
             number, frames = received.result()
-            message = self._codec.decode(frames)
         except WireError as error:
             logger.warning("a message is ignored: %s", error)
             return
         rank = Rank(number)
         self._members.heard(rank, self.now_s())
+        try:
+            message = self._codec.decode(frames)
+        except WireError as error:
+            # A fact that the core never hears of would be waited for without end.
+            self._inbox.append(ev.RankLost(rank, f"sent a message that cannot be read: {error}"))
+            return
         if isinstance(message, ms.TrajectoryMessage):
             self._buffer[message.event.task_id] = message.trajectory
             self._inbox.append(message.event)
         elif isinstance(message, ms.Heartbeat):
             self._members.beat(message)
+            if message.loop_lag_s > self._config.timeouts.heartbeat_s:
+                logger.warning(
+                    "rank %d's event loop was %.1f s late (phase %s)", rank, message.loop_lag_s, message.phase
+                )
         elif isinstance(message, ms.Hello):
             logger.info("rank %d is process %d on %s", rank, message.pid, message.host)
         elif isinstance(message, ms.RankFailed):
             self.user_error |= message.user_error
+            self._members.failed(rank)
             self._inbox.append(ev.RankLost(rank, message.reason))
         elif isinstance(message, ms.Farewell):
             self._members.left(message)

@@ -8,6 +8,7 @@ Roles: A actor, R rollout, F reference. Nothing else may write to the console wh
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,10 @@ from typing import TextIO
 from tiderl.scheduling.actions import ReportEvaluation, ReportStep
 from tiderl.types import Rank, Role
 
+logger = logging.getLogger(__name__)
+
 _BAR_CELLS = 16
+_ERASE_LINE = "\r\x1b[2K"
 _LETTER = {Role.ACTOR: "A", Role.ROLLOUT: "R", Role.REF: "F"}
 
 
@@ -65,17 +69,18 @@ class Console:
         """What every rank does now; draws on a terminal."""
         ranks = " ".join(f"{rank}{_LETTER[role]} {phases.get(rank, '?')}" for rank, role in sorted(roles.items()))
         self._ranks = f" | {ranks} | kv {kv_use:.0%}"
-        if self._live:
+        if self._live and not self._off:
             filled = _BAR_CELLS * self._done // max(1, self._num_steps)
             bar = "#" * filled + "." * (_BAR_CELLS - filled)
             line = f"[{bar}] {self._done}/{self._num_steps} {self._facts}{self._eval}{self._ranks} | {waiting_for}"
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write("\r\x1b[2K" + line[:width])
-            self._stream.flush()
+            self._write(_ERASE_LINE + line[:width])
             self._drawn = True
 
     def warn(self, text: str) -> None:
-        """Something that the user should see at once."""
+        """Something that the user should see at once, even without a console."""
+        if self._off:
+            print(f"tiderl: {text}", file=sys.stderr)
         self._print(f"! {text}")
 
     def say(self, text: str) -> None:
@@ -84,18 +89,23 @@ class Console:
     def close(self) -> None:
         """Leave the last drawn line as it is; what is written next gets a line of its own."""
         if self._drawn:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._drawn = False
 
     def _print(self, text: str) -> None:
         if self._off:
             return
-        if self._drawn:
-            self._stream.write("\r\x1b[2K")
-            self._drawn = False
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        self._write((_ERASE_LINE if self._drawn else "") + text + "\n")
+        self._drawn = False
+
+    def _write(self, text: str) -> None:
+        """A console that nobody holds any more (`… | head`) must not end the job."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            self._off = True
+            logger.warning("the console is gone (%s): nothing more is written to it", error)
 
 
 def _short(value: float) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiderl.config.schema import Config
-from tiderl.errors import IllegalEvent
+from tiderl.errors import IllegalEvent, UserError
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.actions import AbandonStep, Action, Note, ReportEvaluation, ReportStep, Shutdown
 from tiderl.scheduling.lifecycle import Group
@@ -109,7 +109,7 @@ class Core:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; only before the first event."""
         if state["format"] != STATE_FORMAT:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint's scheduler state has format {state['format']}, this version reads {STATE_FORMAT}"
             )
         assert not self._joined
@@ -169,6 +169,7 @@ class Core:
 
     def _fail(self, reason: str, exit_code: int = 1) -> list[Action]:
         self.ended = True
+        self.rollout.abandon()
         return [Note("error", reason), Shutdown(exit_code, reason)]
 
     def _finish(self, reason: str) -> list[Action]:
@@ -211,6 +212,8 @@ class Core:
             if every and self.training.version % every == 0 and self.training.version < self._config.train.steps:
                 actions += self.training.save(now_s, final=False)
             round_ = self.rollout.round
+            if round_ is not None:
+                round_.deadline_s = now_s + self._config.eval.max_wait_s
             self.training.hold(round_.deadline_s if round_ is not None else None)
         else:
             self._num_skipped += 1

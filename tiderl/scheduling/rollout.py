@@ -247,6 +247,11 @@ class RolloutSide:
             task.state = TaskState.OUT
         return self._cancel_playing(TaskKind.TRAIN)
 
+    def abandon(self) -> None:
+        """The job has failed: whatever the leaving ranks still report is for the ledger only."""
+        self.stopped = True
+        self.round = None
+
     def take_late(self) -> list[Action]:
         """Drop ready groups that are too old to train on."""
         actions: list[Action] = []

@@ -1,7 +1,8 @@
 """What every process of a job is told at its start: the settings, the folders, and how to reach the coordinator.
 
 Rank 0's launcher makes it and hands it to its worker over a pipe; that worker puts it into torchrun's store, where the others
-find it. It holds the clients' keys, so it is never written to a file, a log or a command line.
+find it. It holds the clients' keys, so it is never written to a file, a log or a command line. The store itself is torchrun's:
+unencrypted, and open to whoever reaches its port; a job trusts the network between its nodes that far.
 """
 
 from __future__ import annotations
@@ -26,9 +27,17 @@ class Job:
     run_dir: Path
     #: Checkpoint folder (`…/checkpoints/step_000020`) to go on from, or None.
     resume_dir: Path | None
-    #: The coordinator listens here, on torchrun's master; 0 and None until it has started.
+    #: Where the coordinator listens, and under which name the workers find it.
+    bind_host: str
+    connect_host: str
+    #: 0 and None until the coordinator has started.
     port: int = 0
     keys: ClientKeys | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the coordinator, for workers."""
+        return f"{self.connect_host}:{self.port}"
 
     def to_json(self) -> str:
         """One line of JSON, keys included."""
@@ -38,6 +47,8 @@ class Job:
                 "world_size": self.world_size,
                 "run_dir": str(self.run_dir),
                 "resume_dir": str(self.resume_dir) if self.resume_dir else None,
+                "bind_host": self.bind_host,
+                "connect_host": self.connect_host,
                 "port": self.port,
                 "keys": dataclasses.asdict(self.keys) if self.keys else None,
             }
@@ -53,6 +64,8 @@ class Job:
                 world_size=fields["world_size"],
                 run_dir=Path(fields["run_dir"]),
                 resume_dir=Path(fields["resume_dir"]) if fields["resume_dir"] else None,
+                bind_host=fields["bind_host"],
+                connect_host=fields["connect_host"],
                 port=fields["port"],
                 keys=ClientKeys(**fields["keys"]) if fields["keys"] else None,
             )

@@ -77,7 +77,8 @@ class ActorWorker:
         return {}
 
     async def stop(self) -> int:
-        self._device.stop(timeout_s=self._context.config.timeouts.shutdown_s, setting="timeouts.shutdown_s")
+        bound_s = self._context.config.timeouts.shutdown_s
+        await asyncio.to_thread(self._device.stop, timeout_s=bound_s, setting="timeouts.shutdown_s")
         return 0
 
     async def run(self) -> None:

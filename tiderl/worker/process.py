@@ -57,11 +57,13 @@ class WorkerProcess:
         wire = WorkerSocket(self._rank, max_message_bytes=config.wire.max_message_bytes)
         try:
             await wire.connect(
-                _coordinator_address(self._job),
+                self._job.address,
                 self._job.keys,
                 timeout_s=config.timeouts.start_s,
                 lost_s=config.timeouts.lost_s,
             )
+            # From here on the coordinator decides in which order ranks leave.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             return await self._serve(wire)
         finally:
             await wire.close()
@@ -80,7 +82,7 @@ class WorkerProcess:
             raise TideError("a part of the worker has ended without a cause")
         except Exception as error:  # the rank's last word: whatever it was, the coordinator must hear it
             logger.exception("rank %d cannot go on", self._rank)
-            self.emit(RankFailed(self._rank, _reason(error), isinstance(error, UserError)))
+            await self._say(wire, RankFailed(self._rank, _reason(error), isinstance(error, UserError)))
             return 2 if isinstance(error, UserError) else 1
         finally:
             await self._flush()
@@ -101,6 +103,13 @@ class WorkerProcess:
             message = await self._outbox.get()
             await wire.send(self._codec.encode(message))
             self._outbox.task_done()
+
+    async def _say(self, wire: WorkerSocket, message: Any) -> None:
+        """Send past the queue, whose sender may be what has failed."""
+        try:
+            await wire.send(self._codec.encode(message))
+        except TideError as error:
+            logger.error("the coordinator cannot be told: %s", error)
 
     async def _flush(self) -> None:
         try:
@@ -191,12 +200,6 @@ async def _make_rollout(context: WorkerContext) -> RoleWorker:
     return RolloutWorker(context, VllmEngine(config), sessions, chat)
 
 
-def _coordinator_address(job: Job) -> str:
-    all_here = os.environ.get("LOCAL_WORLD_SIZE") == str(job.world_size)
-    host = "127.0.0.1" if all_here else os.environ["MASTER_ADDR"]
-    return f"{host}:{job.port}"
-
-
 def _reason(error: BaseException) -> str:
     """The cause in one paragraph for what was foreseen, with the place of the fault for what was not."""
     if isinstance(error, TideError):
@@ -238,23 +241,20 @@ def _log_to_file(job: Job, rank: Rank) -> None:
     )
 
 
-def main() -> int:
-    # Torchrun and a terminal send their signals to the whole group; the coordinator decides in which order ranks leave.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def main() -> None:
     rank = Rank(int(os.environ["RANK"]))
     job, store = _join_store(rank)
     _log_to_file(job, rank)
     # `kill -USR1 PID` writes the stacks of all threads to the rank's log: where a hanging rank hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
-    async def live() -> int:
-        return await WorkerProcess(job, rank, store).run()
+    async def live() -> None:
+        code = await WorkerProcess(job, rank, store).run()
+        logging.shutdown()
+        # Threads of engines and gloo may be stuck for good, and the event loop would join them: nothing is worth waiting for.
+        os._exit(code)
 
-    code = asyncio.run(live())
-    logging.shutdown()
-    # Native threads of engines and gloo may outlive their owners; nothing of this process is worth waiting for any more.
-    os._exit(code)
+    asyncio.run(live())
 
 
 if __name__ == "__main__":

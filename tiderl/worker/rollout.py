@@ -21,7 +21,7 @@ import numpy as np
 from tiderl.agent.loop import Chat, SessionSource, TaskPlayer
 from tiderl.config.schema import Config
 from tiderl.engines.base import Engine
-from tiderl.errors import TideError, WeightMismatch
+from tiderl.errors import TideError, WaitTimeout, WeightMismatch
 from tiderl.scheduling.actions import CancelTask, PrepareSync, StartSync, StartTask
 from tiderl.scheduling.events import RankJoined, SyncFinished, SyncReady, TaskFailed
 from tiderl.types import Role, TaskId, WeightVersion
@@ -83,7 +83,7 @@ class RolloutWorker:
             if player_or_none is not None:  # else its outcome is on the way already
                 player_or_none.cancel()
         elif isinstance(message, PrepareSync):
-            self._context.emit(SyncReady(self._context.rank, message.version))
+            self._spawn(self._come_to_the_door(message.version))
         elif isinstance(message, StartSync):
             self._spawn(self._sync(message))
         else:
@@ -110,13 +110,21 @@ class RolloutWorker:
         if self._running:
             await asyncio.wait(self._running, timeout=self._context.config.timeouts.shutdown_s / 2)
         total = self._engine.stats().total_generated_tokens
-        await asyncio.to_thread(self._engine.shutdown)
+        try:
+            await asyncio.to_thread(self._engine.shutdown)
+        except WaitTimeout as error:
+            logger.warning("the engine is left to the end of the process: %s", error)
         return total
 
     async def _play(self, task_id: TaskId, player: TaskPlayer) -> None:
         outcome = await player.play()
         del self._players[task_id]
         self._context.emit(outcome if isinstance(outcome, TaskFailed) else TrajectoryMessage(*outcome))
+
+    async def _come_to_the_door(self, version: WeightVersion) -> None:
+        """Ready means that the device thread answers: one that hangs would leave the others alone in the broadcast."""
+        await self._engine.submit(lambda: None)
+        self._context.emit(SyncReady(self._context.rank, version))
 
     async def _sync(self, order: StartSync) -> None:
         self._syncing = True
