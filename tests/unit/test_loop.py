@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tiderl.agent.loop import TaskPlayer
-from tiderl.config.schema import AgentConfig, Config, EvalConfig, ModelConfig, RolloutConfig
+from tiderl.config.schema import AgentConfig, Config, EvalConfig, ModelConfig, RolloutConfig, TimeoutsConfig
 from tiderl.engines.base import Generation, Sampling
 from tiderl.envs.protocol import Observation, Started, Stepped
-from tiderl.errors import EnvironmentFailure
+from tiderl.errors import EngineError, EnvironmentFailure
 from tiderl.scheduling.actions import StartTask
 from tiderl.scheduling.events import TaskFailed, TaskFinished, TurnEnded, TurnStarted
 from tiderl.types import (
@@ -332,6 +332,19 @@ async def test_invariant_3_a_task_whose_time_is_up_while_it_generates_counts_wha
     session = FakeSession([stepped()])
     failure = await Player(engine, session, config=SHORT).failed()
     assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.TIMEOUT, True, 5)
+    assert engine.aborted == ["task11.2"]
+    assert session.num_ends == 1
+
+
+async def test_an_engine_that_heeds_no_abort_ends_the_rank_instead_of_being_waited_for() -> None:
+    class Deaf(FakeEngine):
+        def abort(self, request_id: str) -> None:
+            self.aborted.append(request_id)
+
+    config = replace(SHORT, timeouts=TimeoutsConfig(sync_s=0.05))
+    engine, session = Deaf([None]), FakeSession([])
+    with pytest.raises(EngineError, match=r"0\.1 s .bound: rollout\.task_timeout_s \+ timeouts\.sync_s"):
+        await Player(engine, session, config=config).failed()
     assert engine.aborted == ["task11.2"]
     assert session.num_ends == 1
 
