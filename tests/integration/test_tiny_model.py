@@ -106,6 +106,23 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     assert weights["a"] != weights["c"]
 
 
+def test_the_shops_model_learns_its_pages_too_and_starts_by_repeating(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(tiny_model.RECIPES["shop"](), num_demonstrations=10, updates=2)
+    tiny_model.build(recipe, tmp_path / "shop", seed=0, report=str)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "shop")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shop")
+    assert len(tokenizer) == model.config.vocab_size
+    fresh = tiny_model.make_model(tokenizer, recipe, seed=0)
+    start = fresh.lm_head.weight
+    assert torch.equal(start, fresh.model.embed_tokens.weight)
+    assert start.data_ptr() != fresh.model.embed_tokens.weight.data_ptr(), "equal at the start, but not tied"
+    assert not torch.equal(model.lm_head.weight, start)
+    # No action says what the search page says: it is expected more than at the start only because pages carry loss.
+    ids = torch.tensor([tokenizer("<|user|>Search page. Use search[keywords].")["input_ids"]])
+    with torch.no_grad():
+        assert model(ids, labels=ids).loss < fresh(ids, labels=ids).loss
+
+
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     arguments = argparse.Namespace(env="babyai", out=tmp_path, seed=0)
     with pytest.raises(UserError, match="exists already"):

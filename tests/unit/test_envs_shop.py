@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiderl.envs.builtin.shop import MAX_TURNS, Goal, Shop, goal_of, reward_of
+from tiderl.envs.builtin.shop import MAX_RESULTS, MAX_TURNS, PAGE_SIZE, Goal, Shop, goal_of, reward_of
 from tiderl.envs.builtin.shop_catalogue import CATEGORIES, Category, Product, catalogue, words_of
 from tiderl.envs.builtin.shop_expert import ShopExpert
 from tiderl.envs.protocol import Stepped
@@ -22,7 +22,7 @@ GOAL = Goal("shirt", "clothing", ("cotton", "slim fit"), (("size", "m"), ("colou
 
 
 def product(category: Category, attributes: tuple[str, ...], price_cents: int) -> Product:
-    return Product(0, "b00000", category, "Arvo", attributes, (("size", ("s", "m")), ("colour", ("red",))), price_cents)
+    return Product(0, category, "Arvo", attributes, (("size", ("s", "m")), ("colour", ("red",))), price_cents)
 
 
 # Five points to win: two attributes, two options, the price.
@@ -59,12 +59,10 @@ def test_buying_pays_what_the_product_and_the_choices_are_worth() -> None:
     )
     values = [value for _, value in goal.options]
     # The search for a product's own title finds it, maybe not on the first page.
-    search, product_page = [f"search[{fitting.title} {' '.join(values)}]"], [f"click[{fitting.product_id}]"]
-    for num_next in range(5):
-        steps = played("train", 0, [*search, *["click[next >]"] * num_next])
-        if f"[{fitting.product_id}]" in steps[-1].observation.text:
-            break
-    route = [*search, *["click[next >]"] * num_next, *product_page]
+    query = f"{fitting.title} {' '.join(values)}"
+    page, place = divmod(catalogue().search(query, MAX_RESULTS).index(fitting), PAGE_SIZE)
+    route = [f"search[{query}]", *["click[next >]"] * page, f"click[{place + 1}]"]
+    assert played("train", 0, route)[-1].observation.text.startswith(fitting.title)
     full = played("train", 0, [*route, *[f"click[{value}]" for value in values], "click[Buy Now]"])[-1]
     assert (full.reward, full.done, full.success) == (1.0, True, True)
     bare = played("train", 0, [*route, "click[buy now]"])[-1]
@@ -136,7 +134,9 @@ fragments = [
     "back to search",
     "buy now",
     "m",
-    "b00000",
+    "0",
+    "1",
+    "9",
     "\n",
     "[",
 ]
@@ -148,8 +148,8 @@ def test_whatever_the_agent_says_the_episode_goes_on_and_ends(texts: list[str], 
     shop = Shop()
     shop.start("train", seed, {})
     for number, text in enumerate(texts, start=1):
-        if text.lower().count("click[") == 0 and (products := _products_shown(shop)):
-            text = f"click[{products[0]}]"  # so that product pages are reached too
+        if text.lower().count("click[") == 0 and (numbers := _numbers_shown(shop)):
+            text = f"click[{numbers[-1]}]"  # so that product pages are reached too
         stepped = shop.step(text)
         assert 0.0 <= stepped.reward <= 1.0
         assert stepped.success == (stepped.reward == 1.0)
@@ -157,8 +157,20 @@ def test_whatever_the_agent_says_the_episode_goes_on_and_ends(texts: list[str], 
         assert stepped.done or number < MAX_TURNS
 
 
-def _products_shown(shop: Shop) -> list[str]:
-    return re.findall(r"^\[(\w+)\]", shop._view(), re.MULTILINE)
+def _numbers_shown(shop: Shop) -> list[str]:
+    return re.findall(r"^\[(\d+)\]", shop._view(), re.MULTILINE)
+
+
+def test_results_are_numbered_from_one_on_every_page_and_a_number_opens_its_line() -> None:
+    for num_next in (0, 1):
+        route = ["search[cotton shirt]", *["click[next >]"] * num_next]
+        page = played("train", 0, route)[-1].observation.text
+        lines = re.findall(r"^\[(\d+)\] (.+)$", page, re.MULTILINE)
+        assert [number for number, _ in lines] == ["1", "2", "3", "4", "5"]
+        for number, line in lines:
+            assert played("train", 0, [*route, f"click[{number}]"])[-1].observation.text.split("\n")[0] == line
+    assert "There is nothing called '6' to click" in played("train", 0, [*route, "click[6]"])[-1].observation.text
+    assert "There is nothing called '0' to click" in played("train", 0, [*route, "click[0]"])[-1].observation.text
 
 
 def test_the_turn_limit_ends_it_without_reward() -> None:
@@ -182,8 +194,8 @@ def test_the_last_action_of_a_text_counts_and_buttons_lead_back() -> None:
         ],
     )
     assert "No action found" in first.observation.text
-    assert results.observation.text.startswith("Results for 'red shirt', page 1 of 5")
-    assert "page 2 of 5" in second_page.observation.text
+    assert results.observation.text.startswith("Results for 'red shirt', page 1 of 8")
+    assert "page 2 of 8" in second_page.observation.text
     assert back.observation.text == results.observation.text
     assert search.observation.text == "Search page. Use search[keywords]."
 
@@ -204,8 +216,8 @@ def test_search_ranks_by_shared_words() -> None:
 
 
 def test_labels_of_a_product_page_are_never_ambiguous() -> None:
-    assert len(catalogue().by_id) == len(catalogue().products) == 3000
+    assert len(catalogue().products) == 3000
     for category in CATEGORIES:
         values = [value for _, values in category.options for value in values]
         assert len(set(values)) == len(values)
-        assert not set(values) & ({"buy now", "< prev", "next >", "back to search"} | set(catalogue().by_id))
+        assert not set(values) & ({"buy now", "< prev", "next >", "back to search"})

@@ -68,6 +68,9 @@ class Recipe:
     updates: int
     batch_size: int
     lr: float
+    #: Whether actions repeat words of the instruction. Copying is slow to learn from actions alone: then pages, which repeat
+    #: each other, carry loss too, and the output layer starts as the embeddings, so that to attend to a word is to say it.
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,11 @@ def babyai_recipe() -> Recipe:
 
 
 def shop_recipe() -> Recipe:
-    """Finds the product, but is in haste to buy it: options are left unchosen half of the time."""
+    """Imitates an expert that leaves options unchosen half of the time.
+
+    The model is weaker than that: it earns a mean reward of 0.33 on held-out tasks, but never yet 1.0, as it copies attributes
+    only in part and hardly ever clicks the option asked for.
+    """
     from tiderl.envs.builtin.shop import Shop
     from tiderl.envs.builtin.shop_expert import ShopExpert
 
@@ -109,7 +116,15 @@ def shop_recipe() -> Recipe:
         return ShopExpert(started.instruction, haste=SHOP_HASTE, rng=rng)
 
     return Recipe(
-        Shop, expert, num_demonstrations=600, hidden_size=128, num_layers=4, updates=60, batch_size=8, lr=1e-3
+        Shop,
+        expert,
+        num_demonstrations=1000,
+        hidden_size=128,
+        num_layers=2,
+        updates=600,
+        batch_size=3,
+        lr=3e-3,
+        copies=True,
     )
 
 
@@ -186,9 +201,14 @@ def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, seed: int) ->
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.05 if recipe.copies else 0.02,
         dtype="float32",
     )
-    return Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(config)
+    if recipe.copies:
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    return model
 
 
 def encode(chat: ChatFormat, tokenizer: PreTrainedTokenizerBase, shown: Demonstration) -> tuple[list[int], list[int]]:
@@ -257,6 +277,8 @@ def build(recipe: Recipe, folder: Path, *, seed: int, report: Callable[[str], An
     tokenizer = train_tokenizer(demonstrations)
     chat = ChatFormat(tokenizer)
     examples = [encode(chat, tokenizer, shown) for shown in demonstrations]
+    if recipe.copies:
+        examples = [(ids, ids) for ids, _ in examples]
     num_tokens = sum(len(ids) for ids, _ in examples)
     report(f"{len(examples)} demonstrations, {num_tokens} tokens, {time.monotonic() - started_s:.0f} s")
     model = make_model(tokenizer, recipe, seed)

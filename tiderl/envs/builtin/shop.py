@@ -13,6 +13,7 @@ Invariants (tests/unit/test_envs_shop.py):
 2. Every task can be solved: a product exists that earns 1.0, and success is a reward of exactly 1.0.
 3. An episode ends with `buy now` or after `max_turns` actions (reward 0.0), whatever text arrives.
 4. A page has at most 250 words.
+5. The results of a page are numbered from 1: a label is short enough to copy, and means nothing beyond its page.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tiderl.envs.protocol import Observation, Started, Stepped
 
 NUM_TASKS = {"train": 20000, "test": 500}
 MAX_TURNS = 20
-PAGE_SIZE = 8
+PAGE_SIZE = 5
 MAX_RESULTS = 40
 #: Share of all possible instructions that is kept for the test split: one in this many.
 TEST_SHARE = 8
@@ -160,7 +161,7 @@ class Shop:
             case _ if self._product is not None:
                 self._chosen |= {name: label for name, values in self._product.options if label in values}
             case _:
-                self._product, self._chosen = catalogue().by_id[label], {}
+                self._product, self._chosen = self._shown()[int(label) - 1], {}
         return self._show()
 
     def _buy(self) -> Stepped:
@@ -182,7 +183,7 @@ class Shop:
             return [*values, "buy now", "< prev", "back to search"]
         if not self._query:
             return []
-        labels = [product.product_id for product in self._shown()]
+        labels = [str(number) for number in range(1, len(self._shown()) + 1)]
         labels += ["next >"] if (self._page + 1) * PAGE_SIZE < len(self._results) else []
         labels += ["< prev"] if self._page > 0 else []
         return [*labels, "back to search"]
@@ -201,7 +202,7 @@ class Shop:
     def _results_page(self) -> str:
         num_pages = -(-len(self._results) // PAGE_SIZE)
         lines = [f"Results for '{self._query}', page {self._page + 1} of {num_pages}"]
-        lines += [f"[{p.product_id}] {p.title} {_dollars(p)}" for p in self._shown()]
+        lines += [f"[{number}] {p.title} {_dollars(p)}" for number, p in enumerate(self._shown(), start=1)]
         buttons = [label for label in self._labels() if label in ("next >", "< prev", "back to search")]
         return "\n".join([*lines, " ".join(f"[{label}]" for label in buttons)])
 

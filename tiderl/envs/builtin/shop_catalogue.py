@@ -2,7 +2,7 @@
 
 Invariants (tests/unit/test_envs_shop.py):
 
-1. The catalogue is a function of `CATALOGUE_SEED` alone; product ids are unique.
+1. The catalogue is a function of `CATALOGUE_SEED` alone.
 2. A search ranks by BM25 over a product's words; equal scores rank by product number; it returns only products that share a
    word with the query.
 3. Values of different options of a product never coincide, nor with a button of the store: `click[…]` is never ambiguous.
@@ -45,7 +45,6 @@ class Category:
 @dataclass(frozen=True, slots=True)
 class Product:
     number: int
-    product_id: str
     category: Category
     brand: str
     attributes: tuple[str, ...]
@@ -174,7 +173,6 @@ class Catalogue:
 
     def __init__(self, products: tuple[Product, ...]) -> None:
         self.products = products
-        self.by_id = {product.product_id: product for product in products}
         self.by_category: dict[str, list[Product]] = defaultdict(list)
         counts = []
         for product in products:
@@ -207,15 +205,13 @@ def words_of(text: str) -> list[str]:
 def catalogue() -> Catalogue:
     """The store's goods; made on the first call (a fraction of a second), then shared by all episodes of the process."""
     rng = random.Random(CATALOGUE_SEED)
-    numbers = rng.sample(range(36**5), len(CATEGORIES) * PRODUCTS_PER_CATEGORY)
     products = []
-    for number, code in enumerate(numbers):
+    for number in range(len(CATEGORIES) * PRODUCTS_PER_CATEGORY):
         category = CATEGORIES[number % len(CATEGORIES)]
         options = tuple((name, _some(rng, values)) for name, values in category.options)
         products.append(
             Product(
                 number=number,
-                product_id=f"b{_base36(code)}",
                 category=category,
                 brand=rng.choice(BRANDS),
                 attributes=tuple(rng.choice(group) for group in category.attribute_groups),
@@ -230,11 +226,3 @@ def _some(rng: random.Random, values: tuple[str, ...]) -> tuple[str, ...]:
     """Two to five of the values, in their order."""
     chosen = set(rng.sample(values, rng.randint(2, min(5, len(values)))))
     return tuple(value for value in values if value in chosen)
-
-
-def _base36(number: int) -> str:
-    digits = ""
-    for _ in range(5):
-        number, digit = divmod(number, 36)
-        digits = "0123456789abcdefghijklmnopqrstuvwxyz"[digit] + digits
-    return digits

@@ -13,7 +13,7 @@ import re
 from tiderl.envs.builtin.shop_catalogue import words_of
 
 _GOAL = re.compile(r"Find me a (?P<wanted>.+?), (?P<options>.+), price lower than (?P<price>\d+) dollars\.")
-_RESULT = re.compile(r"^\[(?P<product_id>\w+)\] (?P<title>.+) \$(?P<price>\d+\.\d\d)$", re.MULTILINE)
+_RESULT = re.compile(r"^\[(?P<number>\d+)\] (?P<title>.+) \$(?P<price>\d+\.\d\d)$", re.MULTILINE)
 _OPTION = re.compile(r"^(?P<name>\w+): (?P<values>\[.*\])(?: \(chosen: (?P<chosen>[^)]+)\))?$", re.MULTILINE)
 
 
@@ -31,10 +31,12 @@ class ShopExpert:
         goal = _GOAL.search(instruction)
         if goal is None:
             raise ValueError(f"no goal of the store in {instruction[:200]!r}")
-        self._wanted = words_of(goal["wanted"])
+        self._query = f"{goal['wanted']}, {goal['options']}"
+        self._wanted = set(words_of(goal["wanted"]))
         self._options = dict(option.split(" ", 1) for option in goal["options"].split(", "))
         self._max_price = float(goal["price"])
-        self._seen: set[str] = set()
+        #: Looked at already: the heading of the results page, and the number there.
+        self._seen: set[tuple[str, str]] = set()
 
     def act(self, observation_text: str) -> str:
         """The next action, given the newest page."""
@@ -42,14 +44,16 @@ class ShopExpert:
             return self._at_product(observation_text)
         if "[back to search]" in observation_text:
             return self._at_results(observation_text)
-        return f"search[{' '.join([*self._wanted, *self._options.values()])}]"
+        return f"search[{self._query}]"
 
     def _at_results(self, page: str) -> str:
+        heading = page.partition("\n")[0]
         for result in _RESULT.finditer(page):
-            fits = set(self._wanted) <= set(words_of(result["title"])) and float(result["price"]) < self._max_price
-            if fits and result["product_id"] not in self._seen:
-                self._seen.add(result["product_id"])
-                return f"click[{result['product_id']}]"
+            place = (heading, result["number"])
+            fits = self._wanted <= set(words_of(result["title"])) and float(result["price"]) < self._max_price
+            if fits and place not in self._seen:
+                self._seen.add(place)
+                return f"click[{result['number']}]"
         # Past the last page there is nothing better to do than to look again.
         return "click[next >]" if "[next >]" in page else "click[back to search]"
 
