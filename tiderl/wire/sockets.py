@@ -4,7 +4,7 @@ A job has one server key pair and one client key pair, made at its start (`JobKe
 a worker of the job; everybody else gets no answer. Frames are opaque here; `codec.py` gives them meaning. This is the only file
 that imports zmq.
 
-Invariants (tests/unit/test_sockets.py):
+Invariants (tests/integration/test_sockets.py):
 
 1. Only peers with the job's client key are heard; a wrong key, no key or garbage disturbs nobody.
 2. Between a worker and the coordinator messages arrive whole, once and in order, or the connection is reported lost: a worker
