@@ -3,13 +3,16 @@
 One thread, the *device thread* of the rank, owns the engine; everything below may be called from any thread, but what is
 marked "device thread" runs there (`submit` brings a function there and awaits its result on the caller's event loop).
 
-Invariants (tests/conformance/test_engine.py, every implementation):
+Invariants (tests/conformance/test_engine.py, test_engine_holding.py, every implementation):
 
 1. Token in, token out: `generate` takes ids and returns the ids that were sampled, with one log-prob and one weight version each.
 2. `update_weights` may come while requests are in flight: they go on under the new weights, and no cached block computed
    under older weights is used again. Tokens made before carry the old version, those after the new one.
-3. `abort` keeps the tokens made so far.
-4. Names and shapes are checked before anything is changed; a mismatch raises `WeightMismatch` and leaves the engine usable.
+3. Names and shapes are checked before anything is changed; a mismatch raises `WeightMismatch` and leaves the engine usable.
+4. `abort` keeps the tokens made so far, and frees the request's blocks.
+5. A request that is generated with `hold` keeps its blocks when it ends by itself: the next `generate` under the same id, with a
+   longer prompt that begins with all of its tokens, computes only what is new. `release` frees them; so does a weight update,
+   a `generate` whose prompt does not go on, and a lack of blocks for requests that run (longest held first; one logged line).
 
 Source: paper §4.1 (token usage is read from the engine itself), §7 (each token records its version).
 """
@@ -61,7 +64,8 @@ class Generation:
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
     weight_versions: npt.NDArray[np.int32]
-    #: Prompt tokens found in the prefix cache when the request first ran.
+    #: Prompt tokens that were not computed when the request first ran: held, or found in the prefix cache. All of them for a
+    #: request that was aborted before its first token.
     cached_tokens: int
     #: "stop" (a stop id was sampled), "length" (the cap or the context's end), "aborted".
     finish: str
@@ -69,10 +73,17 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start (`total_`) and the present load."""
+    """Counters since the start (`total_`) and the present load.
+
+    `prefilled` counts prompt tokens, and what a preemption or a weight update makes the engine compute again; `cached` those that
+    it did not have to compute. The hit rate is cached / (cached + prefilled).
+    """
 
     num_running: int
     num_waiting: int
+    #: Requests that have ended and hold their blocks.
+    num_held: int
+    #: Blocks of requests that run, wait with a part computed, or are held.
     used_blocks: int
     total_generated_tokens: int
     total_prefilled_tokens: int
@@ -86,11 +97,20 @@ class Engine(Protocol):
     def start(self) -> EngineInfo:
         """Load the model and build the engine; called once, blocking. Raises `ModelError` or `EngineError`."""
 
-    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, *, hold: bool = False
+    ) -> Generation:
         """Generate one turn. Cancelling the coroutine aborts the request. Raises `EngineError` (prompt too long, engine dead)."""
 
     def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns what was made so far, with finish "aborted". Unknown ids are ignored."""
+
+    def release(self, request_id: str, *, discard_from: int | None = None) -> None:
+        """Free what a held request holds. Unknown ids are ignored.
+
+        Its full blocks stay in the prefix cache until others need their place, like those of any request that ended; with
+        `discard_from`, those whose tokens all lie at that index or after it are given away first: nobody will ask for them.
+        """
 
     async def submit(self, function: Callable[[], T]) -> T:
         """Run `function` on the device thread between two engine steps (collectives of a weight sync belong there)."""

@@ -1,13 +1,13 @@
 """`VllmEngine`: the engine protocol over vLLM 0.32, in the rank's process. A device thread owns vLLM; this is its asyncio front.
 
 `device_thread.py` is the thread, `vllm_core.py` what runs on it, `vllm_world.py` keeps vLLM's hands off the host process,
-`vllm_setup.py` turns a `Config` into vLLM's arguments, `vllm_scheduler.py` counts.
+`vllm_setup.py` turns a `Config` into vLLM's arguments, `vllm_held.py` keeps blocks between turns, `vllm_scheduler.py` counts.
 
 Invariants beyond those of `base.py` (tests/conformance/test_engine.py):
 
 1. An idle engine sleeps. A step that produced tokens wakes each event loop once.
 2. When a step raises, every pending and every later call raises `EngineError` with the first error as its cause.
-3. A cancelled `generate` frees its request's blocks.
+3. A cancelled `generate` frees its request's blocks, those held before included.
 4. `shutdown` closes the engine and ends the thread, each within `timeouts.shutdown_s`, or raises `WaitTimeout`; calls that are
    pending raise `EngineError`. It may be called twice.
 """
@@ -60,24 +60,28 @@ class VllmEngine:
             self._build, timeout_s=bound_s, waited_for="the engine to start", setting="timeouts.start_s"
         )
 
-    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, *, hold: bool = False
+    ) -> Generation:
         core = self._usable_core()
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
         def on_end(generation: Generation | None, error: EngineError | None) -> None:
             self._thread.resolve(future, generation, error)
 
-        request = core.new_request(request_id, prompt_token_ids, sampling, on_end)
+        request = core.new_request(request_id, prompt_token_ids, sampling, on_end, hold=hold)
         self._thread.post(lambda: self._admit(request))
         try:
             return await future
         except asyncio.CancelledError:
-            self._post_while_running(lambda: core.drop(request))
+            self._post_to_core(lambda core: core.forget(request))
             raise
 
     def abort(self, request_id: str) -> None:
-        if (core := self._core) is not None:
-            self._post_while_running(lambda: core.abort(request_id))
+        self._post_to_core(lambda core: core.abort(request_id))
+
+    def release(self, request_id: str, *, discard_from: int | None = None) -> None:
+        self._post_to_core(lambda core: core.release(request_id, discard_from))
 
     async def submit(self, function: Callable[[], T]) -> T:
         self._usable_core()
@@ -187,7 +191,13 @@ class VllmEngine:
             )
         return self._usable_core()
 
-    def _post_while_running(self, function: Callable[[], None]) -> None:
-        """Post, unless the thread has been stopped: then there is nothing left to abort."""
-        with contextlib.suppress(EngineError):
-            self._thread.post(function)
+    def _post_to_core(self, function: Callable[[VllmCore], None]) -> None:
+        """Let the device thread do something that only frees, unless by then nothing is left to be freed."""
+
+        def free() -> None:
+            if (core := self._core) is not None and self._cause is None:
+                function(core)
+
+        if self._core is not None:
+            with contextlib.suppress(EngineError):  # the thread has been stopped
+                self._thread.post(free)

@@ -53,10 +53,12 @@ class ActiveRequest:
     prompt_token_ids: list[int]
     params: Any
     on_end: Callable[[Generation | None, EngineError | None], None]
+    hold: bool = False
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
+    #: None before its first token.
+    cached_tokens: int | None = None
     #: Only for `score`: what it returns.
     scores: npt.NDArray[np.float32] | None = None
 
@@ -65,7 +67,7 @@ class ActiveRequest:
             token_ids=np.array(self.token_ids, np.int32),
             log_probs=np.array(self.log_probs, np.float32),
             weight_versions=np.array(self.weight_versions, np.int32),
-            cached_tokens=self.cached_tokens,
+            cached_tokens=len(self.prompt_token_ids) if self.cached_tokens is None else self.cached_tokens,
             finish=finish,
         )
 
@@ -102,6 +104,8 @@ class VllmCore:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         on_end: Callable[[Generation | None, EngineError | None], None],
+        *,
+        hold: bool = False,
     ) -> ActiveRequest:
         """A request that `admit` takes; its cap includes the end of the context. Any thread. Raises `EngineError`."""
         from vllm import SamplingParams
@@ -118,7 +122,7 @@ class VllmCore:
             )
         except VLLMValidationError as error:
             raise EngineError(f"request {request_id!r}: vLLM refuses {sampling}: {error}") from error
-        return ActiveRequest(request_id, ids, params, on_end)
+        return ActiveRequest(request_id, ids, params, on_end, hold)
 
     def admit(self, request: ActiveRequest) -> None:
         """Put a request in the queue. A second one with the id of one in flight ends at once with an `EngineError`."""
@@ -140,6 +144,18 @@ class VllmCore:
             self._core.abort_requests([request.request_id])
             self._stats = self._count()
             request.on_end(request.generation("aborted"), None)
+
+    def forget(self, request: ActiveRequest) -> None:
+        """Nobody waits for this request any more: end it, or free what it holds if it has ended."""
+        if request.hold and request.request_id not in self._active:
+            self.release(request.request_id)
+        else:
+            self.drop(request)
+
+    def release(self, request_id: str, discard_from: int | None = None) -> None:
+        """See `Engine.release`."""
+        self._core.scheduler.release(request_id, discard_from)
+        self._stats = self._count()
 
     def step(self) -> None:
         """One engine step, at most one new token for every request that runs."""
@@ -177,7 +193,7 @@ class VllmCore:
         with host_state_kept():
             self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": _drained(staged)})
             self._core.collective_rpc(_pack_output_heads)
-        # Running requests lose their blocks and are computed again under the new weights.
+        # All requests lose their blocks. Those in flight are computed again under the new weights.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._version = version
         self._stats = self._count()
@@ -267,6 +283,8 @@ class VllmCore:
             data_parallel_rank=None,
             priority=priority,
         )
+        if request.hold:
+            self._core.scheduler.will_hold.add(request.request_id)
         self._core.add_request(*self._core.preprocess_add_request(core_request))
 
     def _take(self, output: Any) -> None:
@@ -300,6 +318,7 @@ class VllmCore:
         return EngineStats(
             num_running=num_running,
             num_waiting=num_waiting,
+            num_held=len(scheduler.held),
             used_blocks=scheduler.used_blocks,
             total_generated_tokens=self._total_generated_tokens,
             total_prefilled_tokens=scheduler.total_prefilled_tokens,

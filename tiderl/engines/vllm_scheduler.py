@@ -6,6 +6,7 @@ appear there, but it is what CTB exists to avoid, so it is counted here.
 Invariants (tests/conformance/test_engine.py):
 
 1. Every token that a step computes counts as prefilled, but for the one of each decoding request that its new token needs.
+   A prompt's tokens that it does not compute (held, or in the prefix cache) count as cached: the two add up to the prompts.
 2. A preemption is counted when the cache is short, not when a weight update restarts the running requests.
 3. Requests named in `unmetered` (scoring) count nowhere.
 
@@ -17,10 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
+
+from tiderl.engines.vllm_held import HoldingScheduler
 
 
-class MeteredScheduler(Scheduler):
+class MeteredScheduler(HoldingScheduler):
     """Counters since the start; read them on the device thread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +34,7 @@ class MeteredScheduler(Scheduler):
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that hold tokens of requests now in the engine (the reserved one not counted)."""
+        """Blocks of requests in the engine or held (the reserved one not counted)."""
         pool = self.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
