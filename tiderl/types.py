@@ -92,7 +92,7 @@ class Turn:
     generate_s: float
     #: Seconds that the environment took for this turn's action (0.0 where the episode was cut before it).
     env_s: float
-    #: Prompt tokens that the engine found in its prefix cache.
+    #: Prompt tokens that the engine had not to compute again: held since the last turn, or found in its prefix cache.
     cached_tokens: int
 
 
@@ -133,6 +133,45 @@ class Trajectory:
     @property
     def num_generated(self) -> int:
         return int(self.generated.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    """All that it takes to go on with an environment session from another process (paper.md, rule 9: pausing has a lease)."""
+
+    url: str
+    session_id: str
+    #: The turn that the server expects next, from 0.
+    turn: int
+    #: The server ends the session if it hears nothing for this long: while it is active, while it is paused.
+    lease_s: float
+    pause_lease_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PausedTask:
+    """A task between two ranks: its tokens so far and its environment session. Arrays have length [num_tokens], as in `Trajectory`.
+
+    The next thing to do with it is always to generate: the turn at `turn_start`, of which the tokens from there on are made
+    already (none, where the task was held before its next turn).
+    """
+
+    task_id: TaskId
+    group: GroupSpec
+    attempt: int
+    session: SessionHandle
+    token_ids: npt.NDArray[np.int32]
+    generated: npt.NDArray[np.bool_]
+    log_probs: npt.NDArray[np.float32]
+    weight_versions: npt.NDArray[np.int32]
+    turns: tuple[Turn, ...]
+    #: Index of the open turn's first generated token: at most num_tokens.
+    turn_start: int
+    #: What the open turn has used so far, as in `Turn`.
+    generate_s: float
+    cached_tokens: int
+    #: Seconds that the task has been played, pauses not counted (`rollout.task_timeout_s`).
+    played_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.integration.scripted_env import NAME
 from tiderl.envs.server import EnvServer, EnvServerConfig
@@ -56,3 +57,15 @@ async def serving(**settings: Any) -> AsyncIterator[Caller]:
 def kind(answer: Answer) -> tuple[int, str, bool]:
     status, body = answer
     return status, body["error"]["kind"], body["error"]["retryable"]
+
+
+def advance_clock(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Puts the service on a clock that only the test moves."""
+    now = [0.0]
+    monkeypatch.setattr(caller.server.service, "_clock", lambda: now[0])
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+        caller.server.service.reap()
+
+    return advance

@@ -7,15 +7,18 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.integration.env_caller import serving
 from tests.integration.scripted_env import NAME
-from tiderl.envs.client import EnvClient, RetryPolicy
+from tiderl.envs.client import EnvClient
 from tiderl.envs.protocol import ImagePart, Observation, Stepped
+from tiderl.envs.retry import RetryPolicy
 from tiderl.errors import EnvironmentFailure, EnvironmentUnreachable
+from tiderl.types import SessionHandle
 
 STARTED = {
     "session_id": "s1",
@@ -23,6 +26,7 @@ STARTED = {
     "observation": {"text": "o", "images": []},
     "task_type": "t",
     "lease_s": 300.0,
+    "pause_lease_s": 3600.0,
 }
 STEPPED = {"observation": {"text": "1", "images": []}, "reward": 0.5, "done": True, "success": False, "env_s": 0.25}
 OBSERVED = Stepped(Observation("1"), 0.5, True, False)
@@ -90,11 +94,14 @@ async def test_an_episode() -> None:
         assert await client.capacity() == 256
         assert await client.tasks() == {"train": 1000}
         session = await client.start("train", 3, {"word": "x"})
+        assert session.started is not None
         assert session.started.instruction == "seed 3 x"
         assert session.started.observation.images == (ImagePart(b"\x00png", "image/png"),)
-        assert session.lease_s == 300.0
+        handle = session.handle
+        assert handle == SessionHandle(caller.server.url, handle.session_id, 0, 300.0, 3600.0)
         assert await session.step("go") == Stepped(Observation("1"), 1.0, False, False)
         assert session.last_env_s > 0.0
+        assert session.handle == replace(handle, turn=1)
         await session.pause()
         assert (await caller.get("/capacity"))[1]["paused"] == 1
         await session.resume()
@@ -241,13 +248,13 @@ async def test_sessions_spread_by_free_capacity_and_stay() -> None:
             for _ in range(2):
                 for session in sessions:
                     await session.step("go")
-        assert Counter(session.url for session in sessions) == {small.server.url: 5, large.server.url: 15}
+        assert Counter(session.handle.url for session in sessions) == {small.server.url: 5, large.server.url: 15}
 
 
 async def test_a_server_that_is_gone_is_passed_over() -> None:
     async with serving() as caller, client_of("http://127.0.0.1:9", caller.server.url) as client:
         sessions = [await client.start("train", n) for n in range(3)]
-    assert {session.url for session in sessions} == {caller.server.url}
+    assert {session.handle.url for session in sessions} == {caller.server.url}
 
 
 async def test_a_start_that_fails_is_tried_on_another_server(flaky: FlakyServer) -> None:
@@ -258,7 +265,7 @@ async def test_a_start_that_fails_is_tried_on_another_server(flaky: FlakyServer)
         serving() as caller,
         client_of(flaky.url, caller.server.url, retries=once_more, request_timeout_s=5.0) as client,
     ):
-        assert (await client.start("train", 0)).url == caller.server.url
+        assert (await client.start("train", 0)).handle.url == caller.server.url
     assert [path for path, _ in flaky.requests] == ["/capacity", "/start"]
 
 

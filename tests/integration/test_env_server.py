@@ -17,14 +17,16 @@ import pytest
 
 from tests.integration.scripted_env import NAME
 from tiderl.envs import server
-from tiderl.envs.client import EnvClient, RetryPolicy
+from tiderl.envs.client import EnvClient
+from tiderl.envs.retry import RetryPolicy
 from tiderl.envs.server import EnvServer, EnvServerConfig
 from tiderl.errors import ConfigError, EnvironmentFailure, UserError
 
 PROGRAM = """
 import argparse, sys
 from tiderl.envs import server
-from tiderl.envs.client import EnvClient, RetryPolicy
+from tiderl.envs.client import EnvClient
+from tiderl.envs.retry import RetryPolicy
 parser = argparse.ArgumentParser()
 server.add_arguments(parser)
 sys.exit(server.run(parser.parse_args()))

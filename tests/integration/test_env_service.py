@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.env_caller import Caller, kind, serving
+from tests.integration.env_caller import Caller, advance_clock, kind, serving
 from tests.integration.scripted_env import NAME
 from tiderl.envs import latency
 
@@ -18,18 +18,6 @@ from tiderl.envs import latency
 async def caller() -> AsyncIterator[Caller]:
     async with serving() as caller:
         yield caller
-
-
-def advance_clock(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Puts the service on a clock that only the test moves."""
-    now = [0.0]
-    monkeypatch.setattr(caller.server.service, "_clock", lambda: now[0])
-
-    def advance(seconds: float) -> None:
-        now[0] += seconds
-        caller.server.service.reap()
-
-    return advance
 
 
 async def test_an_episode(caller: Caller) -> None:
@@ -42,6 +30,7 @@ async def test_an_episode(caller: Caller) -> None:
         "observation": {"text": "0", "images": [image]},
         "task_type": "scripted",
         "lease_s": 300.0,
+        "pause_lease_s": 3600.0,
     }
     status, stepped = await caller.step(session_id, 0)
     assert stepped.pop("env_s") > 0.0

@@ -32,7 +32,9 @@ from tiderl.types import FailureKind, GroupId, GroupSpec, Rank, Role, TaskId, Ta
 
 MAX_CONTEXT_TOKENS = 100
 MAX_TURNS = 3
+PROMPT_TOKENS = 12
 EVAL_BASE = 1_000_000
+SETTLED = ("trained", "evaluated", "stale", "failed", "dropped")
 #: What can be reported next, and of whom (a rank, a task, a place in a queue).
 Option = tuple[str, int]
 
@@ -50,12 +52,15 @@ def small_config(
     checkpoint_every: int = 0,
     max_tasks_per_rank: int = 256,
     max_attempts: int = 3,
+    **rollout: Any,
 ) -> Config:
     """A job small enough to think through; no share of the KV cache is kept free, so that budgets are what they say."""
     return Config(
         model=ModelConfig(max_context_tokens=MAX_CONTEXT_TOKENS),
         roles=RolesConfig(num_actors=num_actors),
-        rollout=RolloutConfig(max_tasks_per_rank=max_tasks_per_rank, kv_reserve=0.0, max_attempts=max_attempts),
+        rollout=RolloutConfig(
+            **{"max_tasks_per_rank": max_tasks_per_rank, "kv_reserve": 0.0, "max_attempts": max_attempts, **rollout}
+        ),
         train=TrainConfig(steps=steps, groups_per_step=groups_per_step, group_size=group_size),
         trainer=TrainerConfig(max_micro_batch_tokens=2 * MAX_CONTEXT_TOKENS),
         schedule=ScheduleConfig(max_staleness=max_staleness, on_late=on_late),  # type: ignore[arg-type]
@@ -69,11 +74,21 @@ class Playing:
     """An attempt at a task, as its rank sees it."""
 
     order: ac.StartTask
+    rank: Rank
     state: str = "starting"
-    context_tokens: int = 10
+    #: The order to pause is on its way.
+    pausing: bool = False
+    context_tokens: int = PROMPT_TOKENS - 2
     generated_tokens: int = 0
+    #: Tokens that the rank's cache holds of it, and those of the open turn that are reported already.
+    held_tokens: int = 0
+    turn_tokens: int = 0
     versions: list[WeightVersion] = field(default_factory=list)
     num_turns: int = 0
+
+    @property
+    def kind(self) -> TaskKind:
+        return self.order.group.kind
 
 
 @dataclass
@@ -93,8 +108,9 @@ class World:
         kv_tokens: tuple[int, ...] = (400,),
         capacity: int = 64,
         saved: Mapping[str, Any] | None = None,
+        block_tokens: int = 1,
     ) -> None:
-        self.config, self.kv_tokens, self.capacity = config, kv_tokens, capacity
+        self.config, self.kv_tokens, self.capacity, self.block_tokens = config, kv_tokens, capacity, block_tokens
         self.num_actors = config.roles.num_actors
         self.core = Core(config, self.num_actors + len(kv_tokens))
         if saved is not None:
@@ -110,7 +126,12 @@ class World:
         self.next_train_group = saved["num_supplied"] if saved else 0
         self.next_eval_group = EVAL_BASE
         self.playing: dict[TaskId, Playing] = {}
-        self.cancelled: set[TaskId] = set()
+        self.paused: dict[TaskId, Playing] = {}
+        #: Tasks that were told to end, and in which account their tokens will be (none: they stay held).
+        self.cancelled: dict[TaskId, str | None] = {}
+        self.num_finished: Counter[GroupId] = Counter()
+        self.num_pauses = 0
+        self.prompt_tokens = self.prefilled_tokens = 0
         self.attempts: Counter[TaskId] = Counter()
         self.buffer: dict[TaskId, Kept] = {}
         self.step: ac.OpenStep | None = None
@@ -124,6 +145,7 @@ class World:
         self.sync_answers: set[Rank] = set()
         self.saves: list[tuple[Rank, ac.SaveCheckpoint]] = []
         self.round_version: WeightVersion | None = None
+        self.closes_round = False
         # What came of it.
         self.stopped = False
         self.shutdown: ac.Shutdown | None = None
@@ -135,12 +157,8 @@ class World:
         self.notes: list[ac.Note] = []
         self.states: list[tuple[ac.SaveCheckpoint, dict[str, Any]]] = []
         self.outcomes: Counter[tuple[TaskId, int]] = Counter()
-        saved_ledger = (
-            saved["ledger"]
-            if saved
-            else dict.fromkeys(("generated", "trained", "evaluated", "stale", "failed", "held"), 0)
-        )
-        self.books = Counter({name: saved_ledger[name] for name in ("generated", "trained", "evaluated", "stale")})
+        saved_ledger = saved["ledger"] if saved else dict.fromkeys(("generated", *SETTLED, "held"), 0)
+        self.books = Counter({name: saved_ledger[name] for name in ("generated", *SETTLED)})
         self.books["failed"] = saved_ledger["failed"] + saved_ledger["held"]
 
     # --- what can happen next -------------------------------------------------------------------------------------
@@ -153,6 +171,8 @@ class World:
         for task_id, task in sorted(self.playing.items()):
             if task_id in self.cancelled:
                 options.append(("cancelled", task_id))
+            elif task.pausing and (task.state != "acting" or task.num_turns < MAX_TURNS):
+                options.append(("paused", task_id))
             if task.state == "generating":
                 options.append(("turn_ended", task_id))
             elif task.num_turns < MAX_TURNS:
@@ -189,7 +209,7 @@ class World:
         report: Callable[..., ev.Event] = getattr(self, f"_{verb}")
         if verb == "finished":
             return self.tell(report(TaskId(number), reward))
-        if verb == "turn_ended":
+        if verb in ("turn_ended", "paused"):
             return self.tell(report(TaskId(number), tokens))
         if verb == "trained":
             return self.tell(report(Rank(number), updated))
@@ -198,12 +218,21 @@ class World:
     def fail(self, task_id: TaskId, *, retryable: bool, tokens: int = 0) -> tuple[ac.Action, ...]:
         """The environment of a playing task fails, `tokens` into a turn that nobody was told of."""
         task = self.playing.pop(task_id)
+        tokens = tokens if task.state == "generating" else 0
         self._account("generated", tokens)
         lost = task.generated_tokens + tokens
-        self._account("failed", lost)
+        self._account("dropped" if self.cancelled.get(task_id) == "dropped" else "failed", lost)
+        prefilled = self._prefill(task) if task.state == "generating" else 0
         self._leave(task)
-        event = ev.TaskFailed(task_id, task.order.rank, FailureKind.ENVIRONMENT, "env broke", retryable, lost)
+        event = ev.TaskFailed(task_id, task.rank, FailureKind.ENVIRONMENT, "env broke", retryable, lost, prefilled)
         return self.tell(event)
+
+    def lose_paused(self, task_id: TaskId) -> tuple[ac.Action, ...]:
+        """The environment session of a paused task is gone."""
+        task = self.paused.pop(task_id)
+        self._account("failed", task.generated_tokens)
+        self._leave(task)
+        return self.tell(ev.PausedTaskLost(task_id, "the lease ran out"))
 
     def stop(self) -> tuple[ac.Action, ...]:
         self.stopped = True
@@ -221,6 +250,7 @@ class World:
         actions = self.core.handle(event, now_s)
         self.now_s = now_s
         self.history.append((now_s, event, actions))
+        self.closes_round = any(isinstance(a, ac.ReportEvaluation) for a in actions) or self.stopped
         for action in actions:
             self._absorb(action)
         self._check()
@@ -241,8 +271,9 @@ class World:
     def _join(self, rank: Rank) -> ev.Event:
         self.unjoined.remove(rank)
         if rank < self.num_actors:
-            return ev.RankJoined(rank, Role.ACTOR, self.trained_version, 0)
-        return ev.RankJoined(rank, Role.ROLLOUT, WeightVersion(0), self.kv_tokens[rank - self.num_actors])
+            return ev.RankJoined(rank, Role.ACTOR, self.trained_version, 0, 0)
+        num_blocks = self.kv_tokens[rank - self.num_actors] // self.block_tokens
+        return ev.RankJoined(rank, Role.ROLLOUT, WeightVersion(0), num_blocks, self.block_tokens)
 
     def _capacity(self, _: int) -> ev.Event:
         self.capacity_told = True
@@ -261,20 +292,46 @@ class World:
 
     def _turn_started(self, task_id: TaskId) -> ev.Event:
         task = self.playing[task_id]
+        task.context_tokens += 0 if task.state == "interrupted" else 2
         task.state = "generating"
-        task.context_tokens += 2
-        task.versions.append(self.rank_versions[task.order.rank])
-        return ev.TurnStarted(task_id, task.order.rank, task.context_tokens)
+        task.versions.append(self.rank_versions[task.rank])
+        return ev.TurnStarted(task_id, task.rank, task.context_tokens)
 
     def _turn_ended(self, task_id: TaskId, tokens: int) -> ev.Event:
         task = self.playing[task_id]
         task.state = "acting"
         task.num_turns += 1
+        prefilled = self._generate(task, tokens)
+        return ev.TurnEnded(task_id, task.rank, task.context_tokens, tokens, prefilled)
+
+    def _paused(self, task_id: TaskId, tokens: int) -> ev.Event:
+        """The task leaves its rank; a generation is interrupted after `tokens`."""
+        task = self.playing.pop(task_id)
+        prefilled = 0
+        if task.state == "generating":
+            prefilled = self._generate(task, tokens)
+            task.state = "interrupted"
+        elif task.state == "acting":
+            task.state = "waiting"
+        task.pausing, task.held_tokens = False, 0
+        self.paused[task_id] = task
+        return ev.TaskPaused(task_id, task.rank, task.context_tokens, task.generated_tokens, prefilled)
+
+    def _generate(self, task: Playing, tokens: int) -> int:
+        """The rank computes the prompt and makes `tokens`; returns how much of the prompt it had to compute."""
+        prefilled = self._prefill(task)
         task.context_tokens += tokens
         task.generated_tokens += tokens
-        task.versions.append(self.rank_versions[task.order.rank])
+        task.held_tokens = task.context_tokens - 1
+        task.versions.append(self.rank_versions[task.rank])
         self._account("generated", tokens)
-        return ev.TurnEnded(task_id, task.order.rank, task.context_tokens, tokens)
+        return prefilled
+
+    def _prefill(self, task: Playing) -> int:
+        prefilled = task.context_tokens - task.held_tokens
+        self.prompt_tokens += task.context_tokens
+        self.prefilled_tokens += prefilled
+        return prefilled
 
     def _finished(self, task_id: TaskId, reward: float) -> ev.Event:
         task = self.playing.pop(task_id)
@@ -282,7 +339,7 @@ class World:
         oldest, newest = min(task.versions), max(task.versions)
         event = ev.TaskFinished(
             task_id,
-            task.order.rank,
+            task.rank,
             task.context_tokens,
             task.generated_tokens,
             task.num_turns,
@@ -291,8 +348,16 @@ class World:
             reward,
             reward > 0,
         )
-        if task.order.group.kind is TaskKind.TRAIN:
+        if self.cancelled.get(task_id) == "dropped":
+            self._account("dropped", task.generated_tokens)
+        elif task.kind is TaskKind.TRAIN:
             self.buffer[task_id] = Kept(task.order, event)
+            self.num_finished[task.order.group.group_id] += 1
+            if self.num_finished[task.order.group.group_id] == self.config.train.group_size:
+                # One that was told to end before, because it is too long, is spare now.
+                for other in self.cancelled.keys() & self.playing.keys():
+                    if self.playing[other].order.group == task.order.group:
+                        self.cancelled[other] = "dropped"
         else:
             self._account("evaluated", task.generated_tokens)
             if self.round_version is not None and task_id not in self.cancelled:
@@ -302,9 +367,11 @@ class World:
     def _cancelled(self, task_id: TaskId) -> ev.Event:
         task = self.playing.pop(task_id)
         self._leave(task)
-        if task.order.group.kind is TaskKind.EVAL:
-            self._account("failed", task.generated_tokens)
-        return ev.TaskFailed(task_id, task.order.rank, FailureKind.CANCELLED, "told to", False, task.generated_tokens)
+        if (account := self.cancelled[task_id]) is not None:
+            self._account(account, task.generated_tokens)
+        prefilled = self._prefill(task) if task.state == "generating" else 0
+        total = task.generated_tokens
+        return ev.TaskFailed(task_id, task.rank, FailureKind.CANCELLED, "told to", False, total, prefilled)
 
     def _trained(self, rank: Rank, updated: bool) -> ev.Event:
         step = self.step
@@ -360,7 +427,7 @@ class World:
     def _on_StartTask(self, action: ac.StartTask) -> None:
         task_id = action.task_id
         assert action.rank in self.rank_versions
-        assert task_id not in self.playing
+        assert task_id not in self.playing and task_id not in self.paused
         assert action.attempt == self.attempts[task_id] + 1 <= self.config.rollout.max_attempts
         assert not self.stopped, "a task starts although the job is ending"
         if action.group.kind is TaskKind.EVAL:
@@ -368,15 +435,45 @@ class World:
         else:
             self.started_groups.add(action.group.group_id)
         self.attempts[task_id] += 1
-        self.playing[task_id] = Playing(action)
-        on_rank = [t for t in self.playing.values() if t.order.rank == action.rank]
-        assert len(on_rank) <= self.config.rollout.max_tasks_per_rank
-        assert len(on_rank) * MAX_CONTEXT_TOKENS <= self.kv_tokens[action.rank - self.num_actors]
-        assert len(self.playing) <= self.capacity
+        self.playing[task_id] = Playing(action, action.rank)
+
+    def _on_PauseTask(self, action: ac.PauseTask) -> None:
+        task = self.playing[action.task_id]
+        assert task.rank == action.rank and not task.pausing and action.task_id not in self.cancelled
+        task.pausing = True
+        self.num_pauses += 1
+
+    def _on_ResumeTask(self, action: ac.ResumeTask) -> None:
+        assert not self.stopped and action.rank in self.rank_versions
+        task = self.playing[action.task_id] = self.paused.pop(action.task_id)
+        task.rank = action.rank
+
+    def _on_EndPaused(self, action: ac.EndPaused) -> None:
+        for task_id in action.task_ids:
+            task = self.paused.pop(task_id)
+            self._leave(task)
+            if (account := self._fate(task)) is not None:
+                self._account(account, task.generated_tokens)
 
     def _on_CancelTask(self, action: ac.CancelTask) -> None:
-        assert self.playing[action.task_id].order.rank == action.rank
-        self.cancelled.add(action.task_id)
+        task = self.playing[action.task_id]
+        assert task.rank == action.rank and action.task_id not in self.cancelled
+        self.cancelled[action.task_id] = self._fate(task)
+
+    def _fate(self, task: Playing) -> str | None:
+        """Where the tokens of a task that is ended from above belong."""
+        if self.num_finished[task.order.group.group_id] >= self.config.train.group_size:
+            return "dropped"
+        if task.kind is TaskKind.TRAIN and self.stopped:
+            return None
+        if task.kind is TaskKind.EVAL and self.closes_round:
+            return "failed"
+        over = self.trained_version >= self.config.train.steps and task.kind is TaskKind.TRAIN
+        if over:
+            return None
+        # Nobody has lost interest, so it must be too long for any rank.
+        assert task.context_tokens > max(k // self.block_tokens * self.block_tokens for k in self.kv_tokens)
+        return "failed"
 
     def _on_DropTrajectories(self, action: ac.DropTrajectories) -> None:
         self.dropped.append(action)
@@ -416,9 +513,9 @@ class World:
         advantages = {t: a for share in self.step_shares for t, a in zip(share.task_ids, share.advantages, strict=True)}
         for group_id, members in groups.items():
             assert len(members) >= 2
-            assert not any(p.order.group.group_id == group_id for p in self.playing.values()), (
-                "the group is not complete"
-            )
+            alive = [t for t, p in (*self.playing.items(), *self.paused.items()) if p.order.group.group_id == group_id]
+            assert all(self.cancelled.get(t) == "dropped" for t in alive), "the group is not complete"
+            assert len(members) <= self.config.train.group_size
             assert math.isclose(sum(advantages[t] for t in members), 0.0, abs_tol=1e-9)
         self.step_groups = sorted(groups)
 
@@ -483,15 +580,32 @@ class World:
 
     def _check(self) -> None:
         """After every event: the ledger closes and agrees with ours; a wait for a rank has a deadline."""
-        balances = self.core.rollout.ledger.balances()
-        settled = sum(balances[a] for a in ("trained", "evaluated", "stale", "failed"))
-        assert balances["generated"] == settled + balances["held"]
-        ours = {name: self.books[name] for name in ("generated", "trained", "evaluated", "stale", "failed")}
+        ledger = self.core.book.ledger
+        balances = ledger.balances()
+        assert balances["generated"] == sum(balances[a] for a in SETTLED) + balances["held"]
+        ours = {name: self.books[name] for name in ("generated", *SETTLED)}
         assert {name: balances[name] for name in ours} == ours
+        assert ledger.prefill_first + ledger.prefill_repeated == self.prefilled_tokens
+        assert ledger.prefill_cached == self.prompt_tokens - self.prefilled_tokens
+        assert self.core.rollout.num_paused == len(self.paused)
+        self._check_places()
         if self.stopped:
             self.round_version = None
         if self.waits_for_a_rank:
             assert self.core.next_deadline_s() is not None, f"no bound on the wait for {self.core.training.waits_for()}"
+
+    def _check_places(self) -> None:
+        """Capacity, tasks a rank, and budgets: whatever the reported contexts add up to, once for what a group shares."""
+        assert len(self.playing) + len(self.paused) <= self.capacity or self.shutdown is not None
+        for rank, kv_tokens in zip(self.rank_versions, self.kv_tokens, strict=True):
+            on_rank = [t for t in self.playing.values() if t.rank == rank]
+            assert len(on_rank) <= self.config.rollout.max_tasks_per_rank
+            active = [t for t in on_rank if not t.pausing and t.versions and t.order.task_id not in self.cancelled]
+            if len(active) < 2 or self.config.rollout.scheduler == "fixed" or self.shutdown is not None:
+                continue
+            shared = len({t.order.group.group_id for t in active}) * PROMPT_TOKENS
+            own = sum(t.context_tokens - PROMPT_TOKENS for t in active)
+            assert shared + own <= kv_tokens, (rank, [(t.order.task_id, t.context_tokens) for t in active])
 
 
 def spec_of(number: int, kind: TaskKind = TaskKind.TRAIN) -> GroupSpec:

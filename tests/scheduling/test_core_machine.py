@@ -51,14 +51,17 @@ def illegal_events(world: World) -> list[ev.Event]:
     rollout_rank, actor = Rank(world.num_actors), Rank(0)
     beyond = WeightVersion(world.trained_version + 7)
     finished = ev.TaskFinished(UNKNOWN_TASK, rollout_rank, 9, 3, 1, WeightVersion(0), WeightVersion(0), 1.0, True)
-    failed = ev.TaskFailed(UNKNOWN_TASK, rollout_rank, FailureKind.ENVIRONMENT, "", True, 0)
+    failed = ev.TaskFailed(UNKNOWN_TASK, rollout_rank, FailureKind.ENVIRONMENT, "", True, 0, 0)
     events: list[ev.Event] = [
         ev.RankLost(Rank(99), "no such rank"),
-        ev.RankJoined(Rank(99), Role.ROLLOUT, WeightVersion(0), 1000),
-        ev.RankJoined(rollout_rank, Role.ACTOR, WeightVersion(0), 0),
-        ev.RankJoined(actor, Role.ACTOR, beyond, 0),
+        ev.RankJoined(Rank(99), Role.ROLLOUT, WeightVersion(0), 1000, 1),
+        ev.RankJoined(rollout_rank, Role.ACTOR, WeightVersion(0), 0, 0),
+        ev.RankJoined(actor, Role.ACTOR, beyond, 0, 0),
         ev.TurnStarted(UNKNOWN_TASK, rollout_rank, 10),
-        ev.TurnEnded(UNKNOWN_TASK, rollout_rank, 10, 1),
+        ev.TurnEnded(UNKNOWN_TASK, rollout_rank, 10, 1, 0),
+        ev.TaskPaused(UNKNOWN_TASK, rollout_rank, 10, 1, 0),
+        ev.PausedTaskLost(UNKNOWN_TASK, "gone"),
+        ev.EngineLoad(Rank(99), 10, 1, 0, 10, 0, 0),
         finished,
         failed,
         trained(99, actor, world.trained_version + 1, True),
@@ -70,7 +73,7 @@ def illegal_events(world: World) -> list[ev.Event]:
         ev.GroupsSupplied(TaskKind.EVAL, tuple(spec_of(600_000 + i, TaskKind.EVAL) for i in range(99))),
     ]
     if rollout_rank not in world.unjoined:
-        events.append(ev.RankJoined(rollout_rank, Role.ROLLOUT, WeightVersion(0), 1000))
+        events.append(ev.RankJoined(rollout_rank, Role.ROLLOUT, WeightVersion(0), 1000, 1))
     if (order := next((s for s in world.supplies if s.kind is TaskKind.TRAIN), None)) is not None:
         events.append(ev.GroupsSupplied(TaskKind.TRAIN, (spec_of(700_000, TaskKind.EVAL),)))
         if order.count > 1:
@@ -83,21 +86,34 @@ def illegal_events(world: World) -> list[ev.Event]:
         assert world.sync is not None
         events.append(ev.SyncReady(rank, world.sync.version))
     for task_id, task in sorted(world.playing.items())[:2]:
-        rank, elsewhere = task.order.rank, Rank(task.order.rank + 1)
-        total = task.generated_tokens
+        rank, elsewhere = task.rank, Rank(task.rank + 1)
+        total, context = task.generated_tokens, task.context_tokens
+        events.append(ev.PausedTaskLost(task_id, "it plays"))
+        if not task.pausing:
+            events.append(ev.TaskPaused(task_id, rank, context, total, 0))
+        if task.versions:
+            events.append(ev.TurnStarted(task_id, rank, context - 3))
         events += [ev.TurnStarted(task_id, elsewhere, 10), replace(failed, task_id=task_id, rank=elsewhere)]
         if total:
             events.append(replace(failed, task_id=task_id, rank=rank, generated_tokens=total - 1))
         if task.state == "generating":
-            events += [ev.TurnStarted(task_id, rank, 10), ev.TurnEnded(task_id, rank, 10, -1)]
+            events += [ev.TurnStarted(task_id, rank, context + 1), ev.TurnEnded(task_id, rank, context, -1, 0)]
+            events.append(ev.TurnEnded(task_id, rank, context + 1, 1, -1))
+            events.append(replace(finished, task_id=task_id, rank=rank, context_tokens=99, generated_tokens=total))
         else:
-            events.append(ev.TurnEnded(task_id, rank, 10, 1))
+            events.append(ev.TurnEnded(task_id, rank, context + 1, 1, 0))
         if task.state == "starting":
             events.append(replace(finished, task_id=task_id, rank=rank))
         if task.state == "acting" and total:
             events.append(replace(finished, task_id=task_id, rank=rank, generated_tokens=total - 1))
         if task_id not in world.cancelled:
-            events.append(ev.TaskFailed(task_id, rank, FailureKind.CANCELLED, "of its own accord", False, total))
+            events.append(ev.TaskFailed(task_id, rank, FailureKind.CANCELLED, "of its own accord", False, total, 0))
+    for task_id, task in sorted(world.paused.items())[:1]:
+        events += [
+            ev.TurnStarted(task_id, task.rank, task.context_tokens),
+            ev.TaskPaused(task_id, task.rank, task.context_tokens, task.generated_tokens, 0),
+            replace(failed, task_id=task_id, rank=task.rank, generated_tokens=task.generated_tokens),
+        ]
     for task_id in sorted(world.buffer)[:1]:
         events.append(replace(finished, task_id=task_id))
     if (step := world.step) is not None:
@@ -138,9 +154,14 @@ class CoreMachine(RuleBasedStateMachine):
             checkpoint_every=draw(0, 2),
             max_tasks_per_rank=data.draw(st.sampled_from([1, 3, 256])),
             max_attempts=draw(1, 3),
+            scheduler=data.draw(st.sampled_from(["ctb", "ctb", "fixed"])),
+            footprint=data.draw(st.sampled_from(["growth", "paper"])),
+            spare_trajectories=draw(0, 2),
+            growth_safety=data.draw(st.sampled_from([0.0, 1.0])),
         )
-        kv_tokens = data.draw(st.lists(st.sampled_from([100, 199, 400]), min_size=1, max_size=3))
-        self.world = World(config, tuple(kv_tokens), capacity=draw(1, 12))
+        kv_tokens = data.draw(st.lists(st.sampled_from([30, 44, 60, 100, 400]), min_size=1, max_size=3))
+        block_tokens = data.draw(st.sampled_from([1, 4]))
+        self.world = World(config, tuple(kv_tokens), capacity=draw(1, 12), block_tokens=block_tokens)
 
     def running(self) -> bool:
         return self.world.shutdown is None
@@ -163,6 +184,18 @@ class CoreMachine(RuleBasedStateMachine):
     def an_environment_fails(self, data: st.DataObject, retryable: bool, tokens: int) -> None:
         self.world.fail(data.draw(st.sampled_from(sorted(self.world.playing))), retryable=retryable, tokens=tokens)
 
+    @precondition(lambda self: self.running() and self.world.paused)
+    @rule(data=st.data())
+    def a_paused_session_is_lost(self, data: st.DataObject) -> None:
+        self.world.lose_paused(data.draw(st.sampled_from(sorted(self.world.paused))))
+
+    @precondition(lambda self: self.running() and not self.world.unjoined)
+    @rule(data=st.data(), excess=st.sampled_from([0, 0, 50]))
+    def an_engine_tells_its_load(self, data: st.DataObject, excess: int) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.world.rank_versions)))
+        held = sum(t.held_tokens for t in self.world.playing.values() if t.rank == rank)
+        self.world.tell(ev.EngineLoad(rank, held + excess, 1, 0, 100, 50, 0))
+
     @precondition(lambda self: self.running() and self.world.may_tick)
     @rule()
     def an_evaluation_is_late(self) -> None:
@@ -176,7 +209,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_rank_reports_a_task_after_the_end(self, data: st.DataObject) -> None:
         """The ledger must still hear of its tokens; nothing else follows."""
-        of_tasks = [o for o in self.world.options() if o[0] in ("turn_ended", "finished", "cancelled")]
+        of_tasks = [o for o in self.world.options() if o[0] in ("turn_ended", "finished", "cancelled", "paused")]
         if of_tasks:
             assert self.world.deliver(data.draw(st.sampled_from(of_tasks))) == ()
 
@@ -208,7 +241,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert len(world.reports) == world.config.train.steps == world.trained_version
             assert len(set(world.trained_groups)) == world.config.train.steps * world.config.train.groups_per_step
             assert not world.supplies
-            assert set(world.playing) <= world.cancelled, "a task was never finished, and never cancelled"
+            assert set(world.playing) <= world.cancelled.keys(), "a task was never finished, and never cancelled"
+            assert not world.paused, "a task was paused and never resumed"
         assert_same_answers_again(world)
 
 

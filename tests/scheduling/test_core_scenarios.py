@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduling.driver import MAX_CONTEXT_TOKENS, World, small_config, trained
+from tests.scheduling.driver import World, small_config, trained
 from tiderl.errors import IllegalEvent, UserError
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
@@ -63,10 +63,10 @@ def test_nothing_starts_before_all_have_joined_and_the_first_weights_are_everywh
         assert world.deliver(("synced", rank)) == ()
     # (staleness 1 + 1) * 2 groups.
     assert world.deliver(("synced", 0))[-1] == ac.SupplyGroups(TaskKind.TRAIN, 4)
-    # 8 tasks of 100 tokens on two ranks of 400, turn and turn about.
+    # 8 tasks of at most 100 tokens on two ranks of 400, turn and turn about, siblings on the same rank.
     started = world.deliver(("supply", 0))
     assert [(a.rank, a.task_id, a.attempt) for a in started if isinstance(a, ac.StartTask)] == [
-        (2, 0, 1), (3, 1, 1), (2, 2, 1), (3, 3, 1), (2, 4, 1), (3, 5, 1), (2, 6, 1), (3, 7, 1),
+        (2, 0, 1), (3, 2, 1), (2, 1, 1), (3, 3, 1), (2, 4, 1), (3, 6, 1), (2, 5, 1), (3, 7, 1),
     ]  # fmt: skip
 
 
@@ -80,11 +80,18 @@ def test_a_rank_that_does_not_join_ends_the_job_by_name() -> None:
     assert "[1]" in world.shutdown.reason and "timeouts.start_s" in world.shutdown.reason
 
 
-def test_a_kv_cache_that_holds_no_task_is_said_at_once() -> None:
-    world = World(small_config(), kv_tokens=(MAX_CONTEXT_TOKENS - 1,))
-    world.deliver(("join", 1))
-    assert world.shutdown is not None and world.shutdown.exit_code == 1
-    assert "model.max_context_tokens = 100" in world.shutdown.reason
+def test_a_task_that_no_kv_cache_holds_fails_with_the_numbers() -> None:
+    """Its context has grown to 12 + 9 tokens, the cache holds 20; its sibling goes on."""
+    world = World(small_config(groups_per_step=1, max_staleness=0), kv_tokens=(20,))
+    start(world)
+    world.deliver(("turn_started", 0))
+    assert world.deliver(("turn_ended", 0), tokens=9) == (ac.CancelTask(Rank(1), TaskId(0)),)
+    actions = world.deliver(("cancelled", 0))
+    assert isinstance(actions[0], ac.Note) and actions[0].level == "warning"
+    for word in ("task 0", "never_fits", "21 tokens", "holds 20", "engine.kv_cache_tokens"):
+        assert word in actions[0].text
+    assert isinstance(actions[1], ac.StartTask) and actions[1].task_id == 1
+    assert world.books["failed"] == 9 and world.core.rollout.num_failures == 1
 
 
 def test_the_reserve_of_the_kv_cache_is_kept_free() -> None:
@@ -164,6 +171,7 @@ def test_a_group_with_one_trajectory_left_is_dropped_and_replaced() -> None:
     world = World(small_config(group_size=2, groups_per_step=1, max_staleness=0))
     start(world)
     finish_task(world, 0, tokens=5)
+    world.deliver(("turn_started", 1))
     actions = world.fail(TaskId(1), retryable=False, tokens=2)
     assert kinds(actions) == ["Note", "DropTrajectories", "SupplyGroups"]
     assert world.books["failed"] == 7
@@ -448,8 +456,8 @@ def test_a_crash_goes_on_from_the_last_checkpoint() -> None:
 
 def test_a_state_of_another_format_is_refused() -> None:
     core = Core(small_config(), 2)
-    with pytest.raises(UserError, match="format 2, this version reads 1"):
-        core.load_state_dict({**core.state_dict(), "format": 2})
+    with pytest.raises(UserError, match="format 9, this version reads 2"):
+        core.load_state_dict({**core.state_dict(), "format": 9})
 
 
 def test_an_actor_with_other_weights_than_the_state_is_refused() -> None:
@@ -457,7 +465,7 @@ def test_an_actor_with_other_weights_than_the_state_is_refused() -> None:
     world.play(random.Random(0))
     resumed = World(small_config(steps=4), saved=world.states[-1][1])
     with pytest.raises(IllegalEvent, match="version 0, the scheduler 2"):
-        resumed.tell(ev.RankJoined(Rank(0), Role.ACTOR, WeightVersion(0), 0))
+        resumed.tell(ev.RankJoined(Rank(0), Role.ACTOR, WeightVersion(0), 0, 0))
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -492,9 +500,9 @@ def calls_per_event(num_tasks: int) -> dict[str, int]:
         return world.core.handle(event, float(next(now_s)))
 
     tell(ev.EnvironmentCapacity(num_tasks))
-    tell(ev.RankJoined(Rank(0), Role.ACTOR, WeightVersion(0), 0))
+    tell(ev.RankJoined(Rank(0), Role.ACTOR, WeightVersion(0), 0, 0))
     for r in range(1, 5):
-        tell(ev.RankJoined(Rank(r), Role.ROLLOUT, WeightVersion(0), num_tasks * 25))
+        tell(ev.RankJoined(Rank(r), Role.ROLLOUT, WeightVersion(0), num_tasks * 25, 1))
     for r in range(5):
         tell(ev.SyncReady(Rank(r), WeightVersion(0)))
     for r in range(5):
@@ -507,11 +515,11 @@ def calls_per_event(num_tasks: int) -> dict[str, int]:
         task, rank = order.task_id, order.rank
         events: list[ev.Event] = [
             ev.TurnStarted(task, rank, 10),
-            ev.TurnEnded(task, rank, 15, 5),
+            ev.TurnEnded(task, rank, 15, 5, 10),
             ev.TaskFinished(task, rank, 15, 5, 1, WeightVersion(0), WeightVersion(0), 1.0, True),
         ]
         if task % 5 == 0:
-            events[-1] = ev.TaskFailed(task, rank, FailureKind.ENVIRONMENT, "", False, 5)
+            events[-1] = ev.TaskFailed(task, rank, FailureKind.ENVIRONMENT, "", False, 5, 0)
         for event in events:
             name = type(event).__name__
             most[name] = max(most.get(name, 0), num_calls(lambda event=event: tell(event)))  # type: ignore[misc]

@@ -1,8 +1,9 @@
-"""The token ledger: the two invariants of `scheduling.ledger` after every call, and what a resumed job takes over."""
+"""The token ledger: the three invariants of `scheduling.ledger` after every call, and what a resumed job takes over."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -42,6 +43,11 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(AssertionError):
             self.ledger.settle(-1, account)
 
+    @rule(prompt=st.integers(0, 100), prefilled=st.integers(0, 100))
+    def prefill(self, prompt: int, prefilled: int) -> None:
+        """Prompts have accounts of their own."""
+        self.ledger.prefill(prompt, prefilled, num_new=0)
+
     @rule()
     def save_and_restore(self) -> None:
         """What was held dies with the process: it counts as failed, so nothing is lost from the books."""
@@ -61,13 +67,61 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=30)
 
 
 def test_by_hand() -> None:
     ledger = TokenLedger()
     ledger.generate(100)
     ledger.settle(40, Account.TRAINED)
-    ledger.settle(25, Account.STALE)
+    ledger.settle(20, Account.STALE)
     ledger.settle(5, Account.FAILED)
     ledger.settle(10, Account.EVALUATED)
-    assert ledger.balances() == {"generated": 100, "trained": 40, "evaluated": 10, "stale": 25, "failed": 5, "held": 20}
+    ledger.settle(3, Account.DROPPED)
+    assert ledger.balances() == {
+        "generated": 100,
+        "trained": 40,
+        "evaluated": 10,
+        "stale": 20,
+        "failed": 5,
+        "dropped": 3,
+        "held": 22,
+    }
+
+
+def test_invariant_3_by_hand() -> None:
+    """A task of two turns that is preempted before the second, beside a sibling that shares its prompt."""
+    ledger = TokenLedger()
+    assert ledger.hit_rate == 0.0
+    ledger.prefill(100, 100, num_new=100)  # the first turn: all of it is new
+    ledger.prefill(100, 4, num_new=0)  # the sibling finds it, but for an open block
+    assert (ledger.prefill_first, ledger.prefill_repeated, ledger.prefill_cached) == (100, 4, 96)
+    ledger.prefill(150, 150, num_new=30)  # the second turn: its context had been thrown out, 120 tokens come again
+    assert (ledger.prefill_first, ledger.prefill_repeated, ledger.prefill_cached) == (130, 124, 96)
+    assert ledger.hit_rate == pytest.approx(96 / 350)
+
+
+@given(
+    calls=st.lists(
+        st.integers(0, 500).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n))), max_size=20
+    )
+)
+def test_invariant_3_every_prompt_token_is_counted_once(calls: list[tuple[int, int, int]]) -> None:
+    ledger = TokenLedger()
+    for prompt, prefilled, num_new in calls:
+        ledger.prefill(prompt, prefilled, num_new=num_new)
+    parts = (ledger.prefill_first, ledger.prefill_repeated, ledger.prefill_cached)
+    assert min(parts) >= 0
+    assert sum(parts) == sum(prompt for prompt, _, _ in calls)
+    assert ledger.prefill_cached == sum(prompt - prefilled for prompt, prefilled, _ in calls)
+    assert ledger.prefill_first <= sum(num_new for _, _, num_new in calls), (
+        "only what is new is computed for the first time"
+    )
+    assert 0.0 <= ledger.hit_rate <= 1.0
+
+
+def test_what_is_computed_more_than_once_within_a_turn_is_repeated() -> None:
+    """An engine that preempts a request computes its prompt twice: more is prefilled than the prompt is long."""
+    ledger = TokenLedger()
+    ledger.prefill(100, 180, num_new=100)
+    assert (ledger.prefill_first, ledger.prefill_repeated, ledger.prefill_cached) == (100, 80, 0)

@@ -20,7 +20,7 @@ class Told:
         self.core = Core(small_config(steps=9, groups_per_step=2, group_size=2, max_staleness=1, num_actors=2), 3)
         self.tell(0.0, ev.EnvironmentCapacity(64))
         for rank, role in ((0, Role.ACTOR), (1, Role.ACTOR), (2, Role.ROLLOUT)):
-            self.tell(1.0, ev.RankJoined(Rank(rank), role, WeightVersion(0), 0 if role is Role.ACTOR else 800))
+            self.tell(1.0, ev.RankJoined(Rank(rank), role, WeightVersion(0), 0 if role is Role.ACTOR else 800, 1))
 
     def tell(self, now_s: float, event: ev.Event) -> tuple[ac.Action, ...]:
         return self.core.handle(event, now_s)
@@ -35,10 +35,19 @@ class Told:
         self.tell(now_s, ev.GroupsSupplied(TaskKind.TRAIN, tuple(spec_of(i) for i in group_ids)))
 
     def finish(
-        self, now_s: float, task: int, *, tokens: int, context: int, reward: float, turns: int = 1, version: int = 0
+        self,
+        now_s: float,
+        task: int,
+        *,
+        tokens: int,
+        context: int,
+        reward: float,
+        turns: int = 1,
+        version: int = 0,
+        prefilled: int = 0,
     ) -> tuple[ac.Action, ...]:
         self.tell(now_s, ev.TurnStarted(TaskId(task), Rank(2), 10))
-        self.tell(now_s, ev.TurnEnded(TaskId(task), Rank(2), context, tokens))
+        self.tell(now_s, ev.TurnEnded(TaskId(task), Rank(2), context, tokens, prefilled))
         made_by = WeightVersion(version)
         return self.tell(
             now_s,
@@ -55,9 +64,11 @@ def test_the_first_step_by_hand() -> None:
     told = Told()
     told.sync(4.0, 0)  # the trainer is free at 4 s
     told.supply(6.0, 0, 1, 2, 3)  # the rollout rank has waited 5 s, since it joined at 1 s
-    told.finish(10.0, 0, tokens=10, context=30, reward=1.0, turns=2)
-    told.finish(11.0, 1, tokens=20, context=50, reward=0.0, turns=4)  # group 0 is ready: 7 s after the start
-    told.finish(12.0, 2, tokens=30, context=70, reward=0.5, turns=1)
+    told.finish(10.0, 0, tokens=10, context=30, reward=1.0, turns=2, prefilled=20)
+    told.finish(
+        11.0, 1, tokens=20, context=50, reward=0.0, turns=4, prefilled=30
+    )  # group 0 is ready: 7 s after the start
+    told.finish(12.0, 2, tokens=30, context=70, reward=0.5, turns=1, prefilled=40)
     opened = told.finish(14.0, 3, tokens=40, context=90, reward=0.5, turns=1)  # group 1: 3 s later, and the step opens
     assert isinstance(opened[0], ac.OpenStep)
     told.tell(
@@ -106,6 +117,12 @@ def test_the_first_step_by_hand() -> None:
         "loss": 0.12,  # 12 over 100 trained tokens
         "kl": 0.01,
         "num_failures": 0.0,
+        "num_pauses": 0.0,
+        "num_resumes": 0.0,
+        "num_paused": 0.0,
+        "prefill_first": 80.0,  # 20 + 20 + 40
+        "prefill_repeated": 10.0,  # the shared prompt of 10, which task 0 had computed
+        "prefix_hit_rate": 50 / 140,  # the prompts are the contexts less what was generated
     }
     assert report.metrics == pytest.approx(expected, rel=1e-12)
 
@@ -119,7 +136,7 @@ def test_the_second_step_counts_from_the_end_of_the_first() -> None:
     for rank in (0, 1):
         told.tell(10.0, trained(0, rank, 1, True))
     # During the sync group 2 (played by version 0) becomes ready, one task of it only at the second attempt.
-    told.tell(11.0, ev.TaskFailed(TaskId(4), Rank(2), FailureKind.ENVIRONMENT, "", True, 2))
+    told.tell(11.0, ev.TaskFailed(TaskId(4), Rank(2), FailureKind.ENVIRONMENT, "", True, 2, 0))
     told.finish(11.0, 4, tokens=6, context=20, reward=0.0)
     told.finish(11.5, 5, tokens=6, context=20, reward=1.0)
     told.sync(12.0, 1)

@@ -35,7 +35,7 @@ def evaluation(num_missing: int = 0) -> ReportEvaluation:
 def test_a_line_a_step() -> None:
     out = io.StringIO()
     console = Console("line", 40, out)
-    console.refresh(ROLES, PHASES, 0.41, "ranks [0] (training)")
+    console.refresh(ROLES, PHASES, 0.41, 0, "ranks [0] (training)")
     assert out.getvalue() == "", "without a terminal nothing is drawn"
     console.step(ReportStep(11, METRICS))
     assert out.getvalue() == (
@@ -67,13 +67,13 @@ def test_a_terminal_gets_one_line_that_is_drawn_over() -> None:
     console = Console("auto", 40, out)
     console.step(ReportStep(19, METRICS))
     assert out.getvalue() == ""
-    console.refresh(ROLES, PHASES, 0.41, "ranks [0] (training)")
-    console.refresh(ROLES, PHASES, 0.42, "ranks [0] (training)")
+    console.refresh(ROLES, PHASES, 0.41, 0, "ranks [0] (training)")
+    console.refresh(ROLES, PHASES, 0.42, 4, "ranks [0] (training)")
     first, second = out.getvalue().split(CLEAR)[1:]
     assert first.startswith("[########........] 20/40 reward 0.61") and first.endswith(
         "| kv 41% | ranks [0] (training)"
     )
-    assert "kv 42%" in second and "\n" not in out.getvalue()
+    assert second.endswith("| kv 42% · 4 paused | ranks [0] (training)") and "\n" not in out.getvalue()
     console.warn("rank 1 is slow")
     assert out.getvalue().endswith(f"{second}{CLEAR}! rank 1 is slow\n")
 
@@ -81,14 +81,14 @@ def test_a_terminal_gets_one_line_that_is_drawn_over() -> None:
 def test_a_narrow_terminal_is_not_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     out = Terminal()
-    Console("auto", 40, out).refresh(ROLES, PHASES, 0.5, "x")
+    Console("auto", 40, out).refresh(ROLES, PHASES, 0.5, 0, "x")
     assert len(out.getvalue().removeprefix(CLEAR)) == 29
 
 
 def test_closing_leaves_the_drawn_line_and_ends_it() -> None:
     out = Terminal()
     console = Console("auto", 40, out)
-    console.refresh(ROLES, PHASES, 0.5, "x")
+    console.refresh(ROLES, PHASES, 0.5, 0, "x")
     drawn = out.getvalue()
     console.close()
     console.close()
@@ -101,7 +101,7 @@ def test_closing_leaves_the_drawn_line_and_ends_it() -> None:
 def test_lines_can_be_had_on_a_terminal_too() -> None:
     out = Terminal()
     console = Console("line", 40, out)
-    console.refresh(ROLES, PHASES, 0.5, "x")
+    console.refresh(ROLES, PHASES, 0.5, 0, "x")
     console.step(ReportStep(0, METRICS))
     assert out.getvalue().startswith("step 1/40 ")
 
@@ -109,7 +109,7 @@ def test_lines_can_be_had_on_a_terminal_too() -> None:
 def test_off_is_silent() -> None:
     out = Terminal()
     console = Console("off", 40, out)
-    console.refresh(ROLES, PHASES, 0.5, "x")
+    console.refresh(ROLES, PHASES, 0.5, 0, "x")
     console.step(ReportStep(0, METRICS))
     console.evaluation(evaluation())
     console.warn("careful")
@@ -119,5 +119,5 @@ def test_off_is_silent() -> None:
 
 def test_a_run_without_steps_can_be_drawn() -> None:
     out = Terminal()
-    Console("auto", 0, out).refresh({}, {}, 0.0, "joining")
+    Console("auto", 0, out).refresh({}, {}, 0.0, 0, "joining")
     assert "0/0 starting" in out.getvalue()

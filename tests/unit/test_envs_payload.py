@@ -65,10 +65,23 @@ def test_requests_come_back_equal(request: StartRequest | ActionRequest | Sessio
     assert type(request).from_json(through_the_wire(request.to_json())) == request
 
 
-@given(starteds, finite)
-def test_started_comes_back_equal(started: Started, lease_s: float) -> None:
-    fields = through_the_wire({"session_id": "s", **payload.started_to_json(started), "lease_s": lease_s})
-    assert StartAnswer.from_json(fields) == StartAnswer("s", started, lease_s)
+leases = st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
+
+
+@given(starteds, leases, leases)
+def test_started_comes_back_equal(started: Started, lease_s: float, pause_lease_s: float) -> None:
+    fields = payload.started_to_json(started) | {"lease_s": lease_s, "pause_lease_s": pause_lease_s}
+    answer = StartAnswer.from_json(through_the_wire({"session_id": "s", **fields}))
+    assert answer == StartAnswer("s", started, lease_s, pause_lease_s)
+
+
+@pytest.mark.parametrize("name", ["lease_s", "pause_lease_s"])
+@pytest.mark.parametrize("value", [0, -1.5])
+def test_a_lease_is_some_time(name: str, value: float) -> None:
+    started = payload.started_to_json(Started("i", Observation("o"), "t"))
+    fields = {"session_id": "s", **started, "lease_s": 1, "pause_lease_s": 1, name: value}
+    with pytest.raises(PayloadError, match=f"{name}: must be more than 0"):
+        StartAnswer.from_json(fields)
 
 
 @given(steppeds, finite)
@@ -116,6 +129,9 @@ NAMES += [
     "message",
     "retryable",
     "capacity",
+    "session_id",
+    "lease_s",
+    "pause_lease_s",
 ]
 objects = st.dictionaries(st.sampled_from(NAMES), json_values | st.dictionaries(st.sampled_from(NAMES), json_values))
 

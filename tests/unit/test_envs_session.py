@@ -71,6 +71,15 @@ def test_a_pause_that_arrives_again_after_the_resume_does_nothing() -> None:
     assert not session.paused
 
 
+def test_a_resume_that_arrives_again_after_the_next_pause_does_nothing() -> None:
+    session = start(small_table(), "a")
+    session.set_paused(True, "pause 1", 1.0)
+    session.set_paused(False, "resume", 2.0)
+    session.set_paused(True, "pause 2", 3.0)
+    session.set_paused(False, "resume", 4.0)
+    assert session.paused
+
+
 def test_an_action_resumes() -> None:
     session = start(small_table(), "a")
     session.set_paused(True, "pause", 1.0)

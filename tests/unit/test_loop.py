@@ -1,204 +1,22 @@
-"""The turn loop against scripted engines, sessions and chats: the four invariants of `agent.loop`."""
+"""The turn loop against scripted engines, sessions and chats: the invariants of `agent.loop`; pauses are in test_loop_pause.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tiderl.agent.loop import TaskPlayer
-from tiderl.config.schema import AgentConfig, Config, EvalConfig, ModelConfig, RolloutConfig, TimeoutsConfig
-from tiderl.engines.base import Generation, Sampling
-from tiderl.envs.protocol import Observation, Started, Stepped
+from tests.unit.loop_fakes import CONFIG, PROMPT, STOP_ID, FakeEngine, FakeSession, Player, stepped
+from tiderl.config.schema import RolloutConfig, TimeoutsConfig
+from tiderl.engines.base import Sampling
+from tiderl.envs.protocol import Observation, Started
 from tiderl.errors import EngineError, EnvironmentFailure
-from tiderl.scheduling.actions import StartTask
 from tiderl.scheduling.events import TaskFailed, TaskFinished, TurnEnded, TurnStarted
-from tiderl.types import (
-    FailureKind,
-    Finish,
-    GroupId,
-    GroupSpec,
-    Rank,
-    TaskId,
-    TaskKind,
-    Trajectory,
-    Turn,
-    WeightVersion,
-)
-
-CONFIG = Config(
-    model=ModelConfig(max_context_tokens=50),
-    agent=AgentConfig(max_turns=4, max_new_tokens=6, temperature=0.7),
-    rollout=RolloutConfig(task_timeout_s=30.0),
-    eval=EvalConfig(temperature=0.1),
-)
-STOP_ID = 99
-
-
-@dataclass
-class FakeEngine:
-    """Answers the n-th request with the n-th script: ids under a version. `None` hangs until it is aborted or cancelled."""
-
-    script: list[tuple[list[int], int] | None]
-    #: Made by a hanging request until it is aborted.
-    partial: tuple[list[int], int] = ((), 0)  # type: ignore[assignment]
-    prompts: list[list[int]] = field(default_factory=list)
-    samplings: list[Sampling] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
-    num_thrown_away: int = 0
-
-    def __post_init__(self) -> None:
-        self._abort = asyncio.Event()
-        self.hangs = asyncio.Event()
-
-    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        self.prompts.append(list(prompt_token_ids))
-        self.samplings.append(sampling)
-        answer = self.script[len(self.prompts) - 1]
-        await asyncio.sleep(0)
-        if answer is not None:
-            return self.generation(*answer, "stop" if answer[0][-1] == STOP_ID else "length")
-        self.hangs.set()
-        try:
-            await self._abort.wait()
-        except asyncio.CancelledError:
-            self.num_thrown_away += 1
-            raise
-        return self.generation(*self.partial, "aborted")
-
-    def generation(self, ids: list[int], version: int, finish: str) -> Generation:
-        n = len(ids)
-        log_probs = np.array([-token / 100 for token in ids], np.float32)
-        return Generation(np.array(ids, np.int32), log_probs, np.full(n, version, np.int32), 7, finish)
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        self._abort.set()
-
-
-@dataclass
-class FakeSession:
-    """Answers the n-th action with the n-th script: a `Stepped`, an error, or `None` to hang."""
-
-    script: list[Stepped | EnvironmentFailure | None]
-    started: Started = field(default_factory=lambda: Started("do it", Observation("you see a door"), "type"))
-    last_env_s: float = 0.0
-    actions: list[str] = field(default_factory=list)
-    num_ends: int = 0
-
-    def __post_init__(self) -> None:
-        self.hangs = asyncio.Event()
-
-    async def step(self, action: str) -> Stepped:
-        assert not self.num_ends, "a step after the end"
-        self.actions.append(action)
-        self.last_env_s = 0.25 * len(self.actions)
-        answer = self.script[len(self.actions) - 1]
-        await asyncio.sleep(0)
-        if answer is None:
-            self.hangs.set()
-            await asyncio.Event().wait()
-        if isinstance(answer, EnvironmentFailure):
-            raise answer
-        assert answer is not None
-        return answer
-
-    async def end(self) -> None:
-        await asyncio.sleep(0)
-        self.num_ends += 1
-
-
-@dataclass
-class FakeSessions:
-    """Starts the one session; `None` hangs, an error is raised."""
-
-    session: FakeSession | EnvironmentFailure | None
-    asked_for: list[tuple[str, int]] = field(default_factory=list)
-
-    async def start(self, split: str, seed: int) -> FakeSession:
-        self.asked_for.append((split, seed))
-        await asyncio.sleep(0)
-        if self.session is None:
-            await asyncio.Event().wait()
-        if isinstance(self.session, EnvironmentFailure):
-            raise self.session
-        assert self.session is not None
-        return self.session
-
-
-class FakeChat:
-    """Ids that show where they are from: prompts are 1s and 2s, one id a letter of the observation."""
-
-    stop_token_ids = (STOP_ID,)
-
-    def initial(self, instruction: str, observation: Observation) -> list[int]:
-        return [1] * len(instruction) + [2] * len(observation.text)
-
-    def next_turn(self, generated_ids: list[int], observation: Observation) -> list[int]:
-        missing = [] if generated_ids[-1] == STOP_ID else [STOP_ID]
-        return [*missing, *[3] * len(observation.text)]
-
-    def action_text(self, generated_ids: list[int]) -> str:
-        return " ".join(str(token) for token in generated_ids if token != STOP_ID)
-
-
-#: "do it" and "you see a door".
-PROMPT = [1] * 5 + [2] * 14
-
-
-def stepped(text: str = "ok", reward: float = 0.0, *, done: bool = False, success: bool = False) -> Stepped:
-    return Stepped(Observation(text), reward, done, success)
-
-
-class Player:
-    """A `TaskPlayer` among fakes, and all that it says."""
-
-    def __init__(
-        self,
-        engine: FakeEngine,
-        session: FakeSession | EnvironmentFailure | None,
-        *,
-        config: Config = CONFIG,
-        kind: TaskKind = TaskKind.TRAIN,
-    ) -> None:
-        self.engine, self.session, self.sessions = engine, session, FakeSessions(session)
-        self.reports: list[TurnStarted | TurnEnded] = []
-        group = GroupSpec(GroupId(5), kind, "env", "train", 77, "type")
-        order = StartTask(Rank(3), TaskId(11), group, attempt=2)
-        self.player = TaskPlayer(order, config, engine, self.sessions, FakeChat(), self.reports.append)  # type: ignore[arg-type]
-
-    async def play(self) -> Any:
-        async with asyncio.timeout(20):
-            outcome = await self.player.play()
-        if isinstance(self.session, FakeSession) and self.sessions.asked_for:
-            assert self.session.num_ends <= 1
-        assert self.engine.num_thrown_away == 0, "tokens were thrown away that the engine has counted"
-        return outcome
-
-    async def finished(self) -> tuple[TaskFinished, Trajectory]:
-        outcome = await self.play()
-        assert not isinstance(outcome, TaskFailed), outcome
-        event, trajectory = outcome
-        assert self.session.num_ends == 1  # type: ignore[union-attr]
-        assert event.generated_tokens == trajectory.num_generated == sum(e.generated_tokens for e in self.turns_ended())
-        assert event.context_tokens == trajectory.num_tokens <= CONFIG.model.max_context_tokens
-        assert event.num_turns == len(trajectory.turns)
-        assert (event.reward, event.success) == (trajectory.reward, trajectory.success)
-        return event, trajectory
-
-    async def failed(self) -> TaskFailed:
-        outcome = await self.play()
-        assert isinstance(outcome, TaskFailed), outcome
-        assert (outcome.task_id, outcome.rank) == (11, 3)
-        return outcome
-
-    def turns_ended(self) -> list[TurnEnded]:
-        return [report for report in self.reports if isinstance(report, TurnEnded)]
-
+from tiderl.types import FailureKind, Finish, Rank, TaskId, TaskKind, Turn, WeightVersion
 
 # --- a whole episode --------------------------------------------------------------------------------------------------
 
@@ -232,10 +50,30 @@ async def test_invariant_1_and_2_two_turns_by_hand() -> None:
     )
     assert player.reports == [
         TurnStarted(TaskId(11), Rank(3), 19),
-        TurnEnded(TaskId(11), Rank(3), 22, 3),
+        TurnEnded(TaskId(11), Rank(3), 22, 3, 19 - 7),
         TurnStarted(TaskId(11), Rank(3), 24),
-        TurnEnded(TaskId(11), Rank(3), 26, 2),
+        TurnEnded(TaskId(11), Rank(3), 26, 2, 24 - 7),
     ]
+
+
+@pytest.mark.parametrize(("scheduler", "holds"), [("ctb", True), ("fixed", False)])
+async def test_only_ctb_holds_blocks_between_turns(scheduler: Any, holds: bool) -> None:
+    engine = FakeEngine([([10, STOP_ID], 0), ([11, STOP_ID], 0)])
+    config = replace(CONFIG, rollout=RolloutConfig(scheduler=scheduler))
+    await Player(engine, FakeSession([stepped(), stepped(done=True)]), config=config).finished()
+    assert engine.holds == [holds] * 2
+    steps = ["generate", "step", "generate", "step"]
+    assert engine.log == [*steps, *(["release task11.2 19"] if holds else []), "end"], "siblings share the 19 ids"
+
+
+async def test_invariant_6_after_the_last_possible_turn_nothing_is_held_for_the_environment() -> None:
+    """By the number of turns, and by a context that is full."""
+    engine = FakeEngine([([10, STOP_ID], 0)] * 4)
+    await Player(engine, FakeSession([stepped("x")] * 4)).finished()
+    assert engine.log[-4:] == ["generate", "release task11.2 19", "step", "end"]
+    engine = FakeEngine([([10, STOP_ID], 0), ([11], 0)])
+    await Player(engine, FakeSession([stepped("x" * 28), stepped()])).finished()
+    assert engine.log[-4:] == ["generate", "release task11.2 19", "step", "end"]
 
 
 async def test_versions_may_change_within_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +138,7 @@ async def test_invariant_3_an_environment_that_fails_in_a_step(retryable: bool) 
     session = FakeSession([stepped(), EnvironmentFailure("server gone", retryable=retryable)])
     player = Player(engine, session)
     failure = await player.failed()
-    assert failure == TaskFailed(TaskId(11), Rank(3), FailureKind.ENVIRONMENT, "server gone", retryable, 5)
+    assert failure == TaskFailed(TaskId(11), Rank(3), FailureKind.ENVIRONMENT, "server gone", retryable, 5, 0)
     assert session.num_ends == 1
     assert sum(e.generated_tokens for e in player.turns_ended()) == 5
 
@@ -333,6 +171,7 @@ async def test_invariant_3_a_task_whose_time_is_up_while_it_generates_counts_wha
     failure = await Player(engine, session, config=SHORT).failed()
     assert (failure.kind, failure.retryable, failure.generated_tokens) == (FailureKind.TIMEOUT, True, 5)
     assert engine.aborted == ["task11.2"]
+    assert failure.prefilled_tokens == (19 + 2 + 2) - 7, "what the turn computed that has not been reported"
     assert session.num_ends == 1
 
 

@@ -17,7 +17,7 @@ from tiderl.observe.metrics import MetricsWriter
 from tiderl.scheduling.actions import ReportEvaluation, ReportStep
 from tiderl.types import WeightVersion
 
-BALANCES = {"generated": 100, "trained": 40, "evaluated": 30, "stale": 5, "failed": 15, "held": 10}
+BALANCES = {"generated": 100, "trained": 40, "evaluated": 30, "stale": 5, "failed": 12, "dropped": 3, "held": 10}
 
 
 def evaluation(version: int, success: float) -> ReportEvaluation:
@@ -85,7 +85,8 @@ def test_the_last_line_is_the_summary_and_so_is_the_file(tmp_path: Path, metrics
     assert json.loads(text.splitlines()[-1]) == summary == json.loads((tmp_path / "summary.json").read_text())
     assert "the job ended: all 1 steps are done" in text
     assert (
-        "token ledger DOES NOT CLOSE: 100 generated = 40 trained + 30 evaluated + 5 stale + 15 failed + 10 held" in text
+        "token ledger DOES NOT CLOSE: 100 generated = 40 trained + 30 evaluated + 5 stale + 12 failed + 3 dropped + 10 held"
+        in text
     )
     assert "(engines count 99)" in text
 

@@ -85,8 +85,13 @@ def _rollout(config: Config) -> list[tuple[str, str]]:
         usable = int(cache * (1 - config.rollout.kv_reserve))
         rows.append(("KV cache", f"{_count(cache)} tokens, {_count(usable)} of them for admission"))
         rows.append(("longest tasks at once", f"{usable // context}"))
+    rollout = config.rollout
+    if rollout.scheduler == "ctb":
+        rows.append(("scheduler", f"ctb: by what tasks use and may need ({rollout.footprint}); pauses and resumes"))
+    else:
+        rows.append(("scheduler", "fixed: always as many tasks at once as there may be"))
     rows.append(
-        ("tasks at once", f"at most {config.rollout.max_tasks_per_rank}, {config.engine.max_running} in an engine step")
+        ("tasks at once", f"at most {rollout.max_tasks_per_rank}, {config.engine.max_running} in an engine step")
     )
     return rows
 

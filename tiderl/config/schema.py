@@ -71,10 +71,27 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    scheduler: Literal["ctb", "fixed"] = "ctb"
+    """`ctb`: tasks are admitted, paused and resumed by the KV cache that they use. `fixed`: always `max_tasks_per_rank` tasks at
+    once, and no thought of the cache, as inference engines do it (to compare with)."""
     max_tasks_per_rank: int = 256
     """Most tasks at once on one rollout rank, whatever the KV cache would hold."""
+    footprint: Literal["growth", "paper"] = "growth"
+    """What a task is taken to need: what it is expected to become, a group's shared prompt counted once (`growth`), or its present
+    length (`paper`: always probes)."""
+    growth_safety: float = 1.0
+    """`growth` keeps so many standard deviations of the expected use free, beside the use itself."""
+    length_quantile: float = 0.75
+    """Quantile of the lengths seen of a task's type that a task is taken to have before its group is measured."""
     kv_reserve: float = 0.05
-    """Share of a rank's KV cache that admission leaves free."""
+    """Share of a rank's KV cache that is left to the growth of running turns."""
+    resume_margin: float = 0.05
+    """After a pause a rank takes nothing before its use has fallen below this share under its budget (against flapping)."""
+    diversity_penalty: float = 1.0
+    """A group waits as if it came this many groups later for every task of its type on the rank."""
+    spare_trajectories: int = 0
+    """Trajectories of a training group beyond `train.group_size`: the first ones to finish are taken, the others dropped. Shortens
+    the tail, and favours short trajectories."""
     task_timeout_s: float = 600.0
     """A task that takes longer, pauses not counted, fails as `timeout`."""
     max_attempts: int = 3

@@ -69,7 +69,12 @@ _RANGES = {
     # Log-probs are those of logits / temperature, so a greedy training rollout has none.
     "agent.temperature": _POSITIVE,
     "rollout.max_tasks_per_rank": _ONE_OR_MORE,
+    "rollout.growth_safety": _NOT_NEGATIVE,
+    "rollout.length_quantile": _SHARE,
     "rollout.kv_reserve": _OPEN_SHARE,
+    "rollout.resume_margin": _OPEN_SHARE,
+    "rollout.diversity_penalty": _NOT_NEGATIVE,
+    "rollout.spare_trajectories": _NOT_NEGATIVE,
     "rollout.task_timeout_s": _POSITIVE,
     "rollout.max_attempts": _ONE_OR_MORE,
     "rollout.max_failures_in_a_row": _ONE_OR_MORE,

@@ -17,13 +17,13 @@ import sys
 import time
 
 from tiderl.coordinator import checkpoints
+from tiderl.coordinator.environments import survey, watch_capacity
 from tiderl.coordinator.journal import Header, JournalWriter
 from tiderl.coordinator.server import Coordinator
-from tiderl.coordinator.stream import TaskStream
 from tiderl.coordinator.summary import ledger_report, summarize, write_summary
 from tiderl.envs.auth import read_token
 from tiderl.envs.client import EnvClient
-from tiderl.errors import ConfigError, EnvironmentFailure, EnvironmentUnreachable, UserError
+from tiderl.errors import UserError
 from tiderl.observe.console import Console
 from tiderl.observe.metrics import MetricsWriter
 from tiderl.scheduling.events import EnvironmentCapacity, StopRequested
@@ -39,59 +39,38 @@ async def coordinate(job: Job, ready_fd: int) -> int:
         config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s
     ) as environments:
         await environments.check(config.env.name, config.timeouts.env_start_s)
-        try:
-            capacity, tasks = await environments.capacity(), await environments.tasks()
-        except EnvironmentFailure as error:
-            raise EnvironmentUnreachable(f"env.urls: {error}; is it a server of this version?") from error
-        stream = _task_stream(job, tasks)
-    keys = JobKeys.generate()
-    wire = CoordinatorSocket(keys, max_message_bytes=config.wire.max_message_bytes)
-    try:
-        port = await wire.bind(job.bind_host)
+        stream, capacity = await survey(config, environments)
         resumed = checkpoints.read_scheduler_state(job.resume_dir) if job.resume_dir else None
         header = Header(config, job.world_size, resumed)
         core = header.fresh_core()
         metrics = MetricsWriter(job.run_dir / "metrics.jsonl")
         console = Console(config.run.console, config.train.steps)
-        with JournalWriter(job.run_dir / "journal.msgpack", header) as journal:
-            coordinator = Coordinator(
-                config, core, stream, wire, journal, metrics, console, job.run_dir, job.world_size
-            )
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, coordinator.tell, StopRequested(f"got {signal.Signals(number).name}"))
-            coordinator.tell(EnvironmentCapacity(capacity))
-            with os.fdopen(ready_fd, "w") as ready:
-                ready.write(dataclasses.replace(job, port=port, keys=keys.public_for_clients()).to_json() + "\n")
-            end = await coordinator.run()
-        metrics.close()
-        generated_before = resumed["ledger"]["generated"] if resumed else 0
-        ledger = ledger_report(core.rollout.ledger.balances(), coordinator.engine_generated_tokens, generated_before)
-        write_summary(job.run_dir, summarize(metrics, ledger, time.monotonic() - began_s), end.reason, console)
-        return 2 if coordinator.user_error else end.exit_code
-    finally:
-        await wire.close()
-
-
-def _task_stream(job: Job, tasks: dict[str, int]) -> TaskStream:
-    """Raises `ConfigError` where the servers have fewer tasks than the settings ask for."""
-    config = job.config
-    for path, split in (("env.split", config.env.split), ("eval.split", config.eval.split)):
-        if split not in tasks:
-            raise ConfigError(path, f"the servers of {config.env.name} have no split {split!r}, but {sorted(tasks)}")
-    for path, wanted, split in (
-        ("env.num_tasks", config.env.num_tasks, config.env.split),
-        ("eval.num_tasks", config.eval.num_tasks if config.eval.every else 0, config.eval.split),
-    ):
-        if wanted > tasks[split]:
-            raise ConfigError(path, f"is {wanted}, but the servers' split {split!r} has {tasks[split]} tasks")
-    return TaskStream(
-        env=config.env.name,
-        train_split=config.env.split,
-        num_train=config.env.num_tasks or tasks[config.env.split],
-        eval_split=config.eval.split,
-        seed=config.run.seed,
-    )
+        keys = JobKeys.generate()
+        wire = CoordinatorSocket(keys, max_message_bytes=config.wire.max_message_bytes)
+        try:
+            with JournalWriter(job.run_dir / "journal.msgpack", header) as journal:
+                coordinator = Coordinator(
+                    config, core, stream, wire, journal, metrics, console, environments, job.run_dir, job.world_size
+                )
+                loop = asyncio.get_running_loop()
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    reason = f"got {signal.Signals(number).name}"
+                    loop.add_signal_handler(number, coordinator.tell, StopRequested(reason))
+                coordinator.tell(EnvironmentCapacity(capacity))
+                port = await wire.bind(job.bind_host)
+                with os.fdopen(ready_fd, "w") as ready:
+                    ready.write(dataclasses.replace(job, port=port, keys=keys.public_for_clients()).to_json() + "\n")
+                async with asyncio.TaskGroup() as group:
+                    watching = group.create_task(watch_capacity(environments.capacity, capacity, coordinator.tell))
+                    end = await coordinator.run()
+                    watching.cancel()
+        finally:
+            await wire.close()
+    metrics.close()
+    generated_before = resumed["ledger"]["generated"] if resumed else 0
+    ledger = ledger_report(core.book.ledger.balances(), coordinator.engine_generated_tokens, generated_before)
+    write_summary(job.run_dir, summarize(metrics, ledger, time.monotonic() - began_s), end.reason, console)
+    return 2 if coordinator.user_error else end.exit_code
 
 
 def main() -> int:

@@ -1,18 +1,20 @@
 """The live shell of the scheduling core: receives, lets the core decide, performs. A process of its own beside rank 0.
 
-    worker ── event ──▶ handle ──▶ actions ──▶ workers, buffer, task stream, metrics, console
+    worker ── event ──▶ handle ──▶ actions ──▶ workers, buffer, paused tasks, task stream, metrics, console
                           │
                        journal
 
-It owns what the core only names: the trajectories of finished tasks, the task stream, the run folder. It makes no decision of its
-own, except to declare a silent rank lost.
+It owns what the core only names: the trajectories of finished tasks, the paused tasks, the task stream, the run folder. It makes no
+decision of its own, except to declare a silent rank or a paused task's session lost.
 
-Invariants (tests/integration/test_coordinator.py):
+Invariants (tests/integration/test_coordinator.py, tests/integration/test_coordinator_paused.py):
 
 1. Every event that the core handled is in the journal, with the core's answer, in order.
-2. Actions are performed in the core's order; an action's answer is handled after the action's siblings were performed.
+2. Actions are performed in the core's order; an action's answer is handled after the action's siblings were performed. Only the
+   orders about one task may be sent later than others, together, while its lease is under renewal (`paused.py`).
 3. A rank that sends nothing for `timeouts.lost_s` is lost, whatever it was doing.
-4. Whatever ends the job, all ranks are told, and the wait for their farewell is bounded.
+4. Whatever ends the job, all ranks are told, the paused tasks' sessions are ended, and the wait for both is bounded.
+5. A paused task goes on byte for byte as it came, on whatever rank.
 
 Source: paper Appendix B (rank-0 coordinator).
 """
@@ -24,6 +26,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from tiderl.config.schema import Config
 from tiderl.coordinator import checkpoints
 from tiderl.coordinator.journal import JournalWriter
 from tiderl.coordinator.membership import Membership
+from tiderl.coordinator.paused import PausedTasks, SessionAdopter
 from tiderl.coordinator.stream import TaskStream
 from tiderl.errors import IllegalEvent, WireError
 from tiderl.observe.console import Console
@@ -49,7 +53,7 @@ HOUSEKEEPING_S = 0.5
 
 
 class Coordinator:
-    """One run of a job."""
+    """One run of a job. `sessions` reaches the environment sessions of paused tasks; it must outlive `run`."""
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Coordinator:
         journal: JournalWriter,
         metrics: MetricsWriter,
         console: Console,
+        sessions: SessionAdopter,
         run_dir: Path,
         world_size: int,
     ) -> None:
@@ -74,16 +79,22 @@ class Coordinator:
         self._codec = ms.wire_codec(config.wire.max_message_bytes)
         self._members = Membership(world_size, config.timeouts)
         self._buffer: dict[TaskId, Trajectory] = {}
+        self._paused = PausedTasks(sessions, config.timeouts.env_request_s, self._lost_paused)
         self._states: dict[int, dict[str, Any]] = {}
         self._inbox: deque[ev.Event] = deque()
         self._outbox: deque[tuple[Rank, Any]] = deque()
         self._start_s = time.monotonic()
-        self._next_train_group = core.rollout.num_supplied
+        self._next_train_group = core.rollout.supply.num_supplied
         self._end: ac.Shutdown | None = None
+        self._farewell_deadline_s = 0.0
         #: Did the job end by something that the user can mend?
         self.user_error = False
         self._perform: dict[type, Callable[[Any], None]] = {
             ac.SupplyGroups: self._supply,
+            ac.PauseTask: self._tell_player,
+            ac.CancelTask: self._tell_player,
+            ac.ResumeTask: self._resume,
+            ac.EndPaused: self._end_paused,
             ac.AssignMicroBatch: self._assign,
             ac.DropTrajectories: self._drop,
             ac.SaveCheckpoint: self._save,
@@ -122,6 +133,7 @@ class Coordinator:
             await self._say_farewell(receiving)
         finally:
             receiving.cancel()
+            await self._paused.close(self._farewell_left_s())
         return self._end
 
     # --- from the wire to the core --------------------------------------------------------------------------------
@@ -148,6 +160,9 @@ class Coordinator:
         if isinstance(message, ms.TrajectoryMessage):
             self._buffer[message.event.task_id] = message.trajectory
             self._inbox.append(message.event)
+        elif isinstance(message, ms.PausedMessage):
+            self._paused.keep(message.task)
+            self._inbox.append(message.event)
         elif isinstance(message, ms.Heartbeat):
             self._members.beat(message)
             if message.loop_lag_s > self._config.timeouts.heartbeat_s:
@@ -171,8 +186,11 @@ class Coordinator:
         if deadline_s is not None and self.now_s() >= deadline_s:
             self._inbox.append(ev.Tick())
         while self._inbox:
+            event = self._inbox.popleft()
+            if isinstance(event, ev.PausedTaskLost) and not self._paused.forget(event.task_id):
+                continue  # the core has resumed or ended it in the meantime
             ending = self._end is not None
-            for action in self._handle(self._inbox.popleft()):
+            for action in self._handle(event):
                 if not ending:  # afterwards events are only for the ledger
                     self._do(action)
         while self._outbox:
@@ -218,6 +236,21 @@ class Coordinator:
             self._next_train_group += action.count
         self._inbox.append(ev.GroupsSupplied(action.kind, groups))
 
+    def _tell_player(self, action: ac.PauseTask | ac.CancelTask) -> None:
+        self._paused.after_leaving(action.task_id, partial(self._outbox.append, (action.rank, action)))
+
+    def _resume(self, action: ac.ResumeTask) -> None:
+        self._paused.take(
+            action.task_id, lambda task: self._outbox.append((action.rank, ms.ResumeMessage(action, task)))
+        )
+
+    def _end_paused(self, action: ac.EndPaused) -> None:
+        logger.info("%d paused tasks are not needed any more: %s", len(action.task_ids), action.reason)
+        self._paused.end(action.task_ids)
+
+    def _lost_paused(self, task_id: TaskId, detail: str) -> None:
+        self._inbox.append(ev.PausedTaskLost(task_id, detail))
+
     def _assign(self, action: ac.AssignMicroBatch) -> None:
         trajectories = tuple(self._buffer.pop(task_id) for task_id in action.task_ids)
         self._outbox.append((action.rank, ms.MicroBatchMessage(action, trajectories)))
@@ -249,9 +282,11 @@ class Coordinator:
     def _housekeep(self) -> None:
         for rank, reason in self._members.newly_lost(self.now_s()):
             self._inbox.append(ev.RankLost(rank, reason))
+        self._paused.check()
         roles, training = self._core.roles, self._core.training
         phases = {rank: beat.phase for rank, beat in self._members.beats.items()}
-        self._console.refresh(roles, phases, self._kv_use(), training.waits_for())
+        num_paused = self._core.rollout.num_paused
+        self._console.refresh(roles, phases, self._kv_use(), num_paused, training.waits_for())
         self._complete_checkpoints()
 
     def _kv_use(self) -> float:
@@ -276,15 +311,16 @@ class Coordinator:
     # --- the end --------------------------------------------------------------------------------------------------
 
     async def _say_farewell(self, receiving: asyncio.Future[tuple[int, list[bytes]]]) -> None:
-        """Tell all ranks to leave and collect their farewells, for at most `timeouts.shutdown_s`."""
+        """Tell all ranks to leave and collect their farewells, for at most `timeouts.shutdown_s`; meanwhile sessions are ended."""
         assert self._end is not None
+        self._farewell_deadline_s = self.now_s() + self._config.timeouts.shutdown_s
+        self._paused.end_all()
         if self._end.exit_code == 0:
             self._complete_checkpoints()
         for rank in self._members.present():
             await self._send(rank, self._end)
-        deadline_s = self.now_s() + self._config.timeouts.shutdown_s
-        while self._members.present() and self.now_s() < deadline_s:
-            await asyncio.wait({receiving}, timeout=min(HOUSEKEEPING_S, deadline_s - self.now_s()))
+        while self._members.present() and (left_s := self._farewell_left_s()) > 0.0:
+            await asyncio.wait({receiving}, timeout=min(HOUSEKEEPING_S, left_s))
             if receiving.done():
                 self._take(receiving)
                 receiving = asyncio.ensure_future(self._wire.recv())
@@ -294,11 +330,12 @@ class Coordinator:
             logger.warning("ranks %s did not say farewell within timeouts.shutdown_s", self._members.present())
         self._console.close()
 
+    def _farewell_left_s(self) -> float:
+        return max(0.0, self._farewell_deadline_s - self.now_s())
+
 
 def _addressees(action: ac.Action) -> tuple[Rank, ...]:
-    """The ranks that the action itself goes to; an assignment travels inside its `MicroBatchMessage`."""
-    if isinstance(action, ac.AssignMicroBatch):
-        return ()
-    if isinstance(action, ac.StartTask | ac.CancelTask):
+    """The ranks that the action itself goes to; what carries data, or follows such a message, is sent by its `_perform`."""
+    if isinstance(action, ac.StartTask):
         return (action.rank,)
     return getattr(action, "ranks", ())

@@ -6,7 +6,9 @@ Invariants (tests/integration/test_env_client.py):
    same request id, after a bounded pause that grows and honours Retry-After, `max_attempts` times at most. Others are not.
 2. Whatever remains is an `EnvironmentFailure` that names server, session, status and message; garbage never crashes a caller.
 3. `retryable` says whether a fresh session may succeed: the server's word for it, True where no server answered.
-4. A session starts where the share of free places is largest, and stays there.
+4. A session starts where the share of free places is largest, and stays there, whoever goes on with it: to adopt one or to hand
+   one over takes and frees no place, for the server has counted it all along.
+5. Pausing and resuming survive a lost answer, and a /pause that comes late, after the /resume, does nothing.
 
 Source: paper Appendix B.1.
 """
@@ -14,14 +16,15 @@ Source: paper Appendix B.1.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 
@@ -37,7 +40,9 @@ from tiderl.envs.payload import (
     WireError,
 )
 from tiderl.envs.protocol import Started, Stepped
+from tiderl.envs.retry import AttemptFailed, RetryPolicy
 from tiderl.errors import EnvironmentFailure, EnvironmentUnreachable
+from tiderl.types import SessionHandle
 
 T = TypeVar("T")
 
@@ -49,45 +54,15 @@ CHECK_PAUSE_S = 0.2
 CAPACITY_AGE_S = 1.0
 #: A server that just failed is passed over for this long, if there is another.
 AVOID_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """When to send a request again."""
-
-    #: With the pauses below, a server that is restarted in ten seconds goes unnoticed.
-    max_attempts: int = 8
-    first_pause_s: float = 0.1
-    max_pause_s: float = 5.0
-    #: Retry-After is honoured up to this.
-    max_retry_after_s: float = 30.0
-
-    def pause_s(self, request_id: str, attempt: int, retry_after_s: float) -> float:
-        """The pause after the failed `attempt` (from 0): exponential, spread by up to half; the same for the same id."""
-        ceiling_s = min(self.first_pause_s * 2.0**attempt, self.max_pause_s)
-        digest = hashlib.blake2b(f"{request_id}/{attempt}".encode(), digest_size=4).digest()
-        jitter = int.from_bytes(digest, "big") / 2**32
-        return max(ceiling_s * (0.5 + 0.5 * jitter), min(retry_after_s, self.max_retry_after_s))
-
-
-class _AttemptFailed(Exception):
-    """One attempt came to nothing. `status` is 0 where there was no answer."""
-
-    def __init__(self, status: int, message: str, *, again: bool, retryable: bool, retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.again = again
-        self.retryable = retryable
-        self.retry_after_s = retry_after_s
-
-    def __str__(self) -> str:
-        return f"HTTP {self.status}: {self.args[0]}" if self.status else self.args[0]
+#: Seeds whose types are asked for at once; the server's bound (`service.MAX_TASK_TYPES`).
+TYPES_PER_REQUEST = 10_000
 
 
 @dataclass(slots=True)
 class _Server:
     url: str
     capacity: int = 0
+    #: Places taken by sessions of all clients: the server's count, and what this client has started and ended since.
     in_use: int = 0
     counted_s: float = float("-inf")
     avoid_until_s: float = float("-inf")
@@ -97,42 +72,48 @@ class _Server:
 
 
 class EnvSession:
-    """One episode on one server. One call at a time. Made by `EnvClient.start`."""
+    """One episode on one server. One call at a time. Made by `EnvClient.start` and `EnvClient.adopt`.
 
-    def __init__(self, client: EnvClient, server: _Server, answer: StartAnswer) -> None:
-        self.session_id = answer.session_id
-        self.url = server.url
-        self.started: Started = answer.started
-        #: The server ends the session if it hears nothing for this long; `resume` may be sent as a sign of life.
-        self.lease_s = answer.lease_s
+    A session that is left without `end` lives on until its lease runs out, for whoever adopts its `handle`.
+    """
+
+    def __init__(self, client: EnvClient, server: _Server, handle: SessionHandle, started: Started | None) -> None:
+        #: How the episode began; None for a session that was adopted.
+        self.started = started
         #: Seconds that the last step took on the server (0.0 before the first).
         self.last_env_s = 0.0
-        self.turn = 0
+        self._handle = handle
         self._client = client
         self._server = server
         self._stepping = False
         self._ended = False
 
+    @property
+    def handle(self) -> SessionHandle:
+        """All that another client of the same servers needs to go on from here. Not while a step is under way."""
+        return self._handle
+
     async def step(self, action: str) -> Stepped:
         """Play one action. Raises `EnvironmentFailure`; then the session is of no more use than for `end`."""
-        assert not self._stepping, f"session {self.session_id}: one step at a time"
+        handle = self._handle
+        assert not self._stepping, f"session {handle.session_id}: one step at a time"
         self._stepping = True
         try:
-            request = ActionRequest(secrets.token_hex(8), self.session_id, self.turn, action)
-            answer = await self._client.send(self, "/observation", request, ActionAnswer.from_json)
+            request = ActionRequest(secrets.token_hex(8), handle.session_id, handle.turn, action)
+            answer = await self._client.send(handle, "/observation", request, ActionAnswer.from_json)
         finally:
             self._stepping = False
-        self.turn += 1
+        self._handle = replace(handle, turn=handle.turn + 1)
         self.last_env_s = answer.env_s
         return answer.stepped
 
     async def pause(self) -> None:
-        """Stop the session's inactivity clock. Repeat it to renew a long pause. Raises `EnvironmentFailure`."""
-        await self._client.send(self, "/pause", SessionRequest(secrets.token_hex(8), self.session_id), _nothing)
+        """Hold the session: `handle.pause_lease_s` applies. Repeat it to renew a long pause. Raises `EnvironmentFailure`."""
+        await self._control("/pause")
 
     async def resume(self) -> None:
-        """Start the inactivity clock anew. Raises `EnvironmentFailure`."""
-        await self._client.send(self, "/resume", SessionRequest(secrets.token_hex(8), self.session_id), _nothing)
+        """Go on: `handle.lease_s` applies, from now. A sign of life for an active session. Raises `EnvironmentFailure`."""
+        await self._control("/resume")
 
     async def end(self) -> None:
         """Free the session's place; harmless if it has ended. Never raises for the server: its lease would free it too."""
@@ -140,9 +121,13 @@ class EnvSession:
             self._server.in_use -= 1
             self._ended = True
         try:
-            await self._client.send(self, "/end", SessionRequest(secrets.token_hex(8), self.session_id), _nothing)
+            await self._control("/end")
         except EnvironmentFailure as error:
             logger.warning("a session is left to its lease: %s", error)
+
+    async def _control(self, path: str) -> None:
+        request = SessionRequest(secrets.token_hex(8), self._handle.session_id)
+        await self._client.send(self._handle, path, request, _nothing)
 
 
 class EnvClient:
@@ -209,6 +194,19 @@ class EnvClient:
         common = set.intersection(*(set(answer) for answer in answers))
         return {split: min(answer[split] for answer in answers) for split in sorted(common)}
 
+    async def task_types(self, split: str, num_tasks: int) -> list[tuple[str, int]]:
+        """The types of seeds 0 .. num_tasks-1, as runs of equal ones (type, length). Raises `EnvironmentFailure`."""
+        runs: list[tuple[str, int]] = []
+        for first in range(0, num_tasks, TYPES_PER_REQUEST):
+            count = min(TYPES_PER_REQUEST, num_tasks - first)
+            path = f"/task_types?split={quote(split)}&first={first}&count={count}"
+            read = partial(payload.task_types_from_json, count=count)
+            for task_type, length in await self._get(self._servers[0].url, path, read):
+                if runs and runs[-1][0] == task_type:
+                    length += runs.pop()[1]
+                runs.append((task_type, length))
+        return runs
+
     async def start(self, split: str, seed: int, options: Mapping[str, Any] | None = None) -> EnvSession:
         """Start an episode on the server with most room. Raises `EnvironmentFailure`.
 
@@ -223,7 +221,7 @@ class EnvClient:
             server.in_use += 1
             try:
                 answer = await self._attempt("POST", server.url, "/start", request.to_json(), StartAnswer.from_json)
-            except _AttemptFailed as error:
+            except AttemptFailed as error:
                 server.in_use -= 1
                 server.avoid_until_s = self._clock() + AVOID_S
                 await self._pause_or_raise(error, server.url, what, request.request_id, attempt)
@@ -231,12 +229,25 @@ class EnvClient:
                 server.in_use -= 1
                 raise
             else:
-                return EnvSession(self, server, answer)
+                handle = SessionHandle(server.url, answer.session_id, 0, answer.lease_s, answer.pause_lease_s)
+                return EnvSession(self, server, handle, answer.started)
             attempt += 1
+
+    def adopt(self, handle: SessionHandle) -> EnvSession:
+        """Go on with a session that any client of the same servers has started. Raises `EnvironmentFailure`."""
+        for server in self._servers:
+            if server.url == handle.url:
+                return EnvSession(self, server, handle, None)
+        known = ", ".join(server.url for server in self._servers)
+        raise EnvironmentFailure(
+            f"session {handle.session_id} is on {handle.url}, which is none of this client's servers ({known}): "
+            "give all ranks the same env.urls",
+            retryable=True,
+        )
 
     async def send(
         self,
-        session: EnvSession,
+        session: SessionHandle,
         path: str,
         request: ActionRequest | SessionRequest,
         read: Callable[[Mapping[str, Any]], T],
@@ -259,11 +270,11 @@ class EnvClient:
         while True:
             try:
                 return await self._attempt(method, url, path, body, read)
-            except _AttemptFailed as error:
+            except AttemptFailed as error:
                 await self._pause_or_raise(error, url, what, request_id, attempt)
             attempt += 1
 
-    async def _pause_or_raise(self, error: _AttemptFailed, url: str, what: str, request_id: str, attempt: int) -> None:
+    async def _pause_or_raise(self, error: AttemptFailed, url: str, what: str, request_id: str, attempt: int) -> None:
         if not error.again or attempt + 1 >= self._retries.max_attempts:
             tried = f" (after {attempt + 1} attempts)" if attempt else ""
             raise EnvironmentFailure(f"{url}: {what}: {error}{tried}", retryable=error.retryable) from error
@@ -274,7 +285,7 @@ class EnvClient:
     async def _attempt(
         self, method: str, url: str, path: str, body: Mapping[str, Any] | None, read: Callable[[Mapping[str, Any]], T]
     ) -> T:
-        """Send one request and read its answer. Raises `_AttemptFailed`."""
+        """Send one request and read its answer. Raises `AttemptFailed`."""
         try:
             async with self._connection().request(
                 method,
@@ -287,26 +298,26 @@ class EnvClient:
                 status, retry_after_s = response.status, _seconds(response.headers.get("Retry-After", ""))
         except TimeoutError:
             message = f"no answer in {self._request_timeout_s:g} s (timeouts.env_request_s)"
-            raise _AttemptFailed(0, message, again=True, retryable=True) from None
+            raise AttemptFailed(0, message, again=True, retryable=True) from None
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-            raise _AttemptFailed(0, f"not a URL: {error}", again=False, retryable=False) from error
+            raise AttemptFailed(0, f"not a URL: {error}", again=False, retryable=False) from error
         except (aiohttp.ClientError, OSError) as error:
             message = f"{type(error).__name__}: {error}"
-            raise _AttemptFailed(0, message, again=True, retryable=True) from error
+            raise AttemptFailed(0, message, again=True, retryable=True) from error
         if status == 200:
             try:
                 return read(payload.load(data))
             except PayloadError as error:
                 message = f"the answer cannot be read: {error}; is this an environment server of this version?"
-                raise _AttemptFailed(status, message, again=True, retryable=True) from error
+                raise AttemptFailed(status, message, again=True, retryable=True) from error
         again = status == 429 or status >= 500
         try:
             refusal = WireError.from_json(payload.load(data))
         except PayloadError:
             message = f"{data[:200].decode('utf-8', 'replace')!r}, which no environment server says"
-            raise _AttemptFailed(status, message, again=again, retryable=again, retry_after_s=retry_after_s) from None
+            raise AttemptFailed(status, message, again=again, retryable=again, retry_after_s=retry_after_s) from None
         message = f"{refusal.kind}: {refusal.message}"
-        raise _AttemptFailed(status, message, again=again, retryable=refusal.retryable, retry_after_s=retry_after_s)
+        raise AttemptFailed(status, message, again=again, retryable=refusal.retryable, retry_after_s=retry_after_s)
 
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
         data = bytearray()
@@ -314,7 +325,7 @@ class EnvClient:
             data += chunk
             if len(data) > self._max_answer_bytes:
                 message = f"the answer has more than {self._max_answer_bytes} bytes (max_answer_bytes)"
-                raise _AttemptFailed(response.status, message, again=False, retryable=False)
+                raise AttemptFailed(response.status, message, again=False, retryable=False)
         return bytes(data)
 
     def _connection(self) -> aiohttp.ClientSession:
@@ -336,7 +347,7 @@ class EnvClient:
                     await self._attempt("GET", server.url, "/health", None, _nothing)
                     counts = await self._attempt("GET", server.url, "/capacity", None, CapacityAnswer.from_json)
                 break
-            except _AttemptFailed as error:
+            except AttemptFailed as error:
                 last, again = str(error), error.again
             except TimeoutError:
                 last, again = "no answer", True
@@ -372,7 +383,7 @@ class EnvClient:
     async def _recount(self, server: _Server) -> None:
         try:
             counts = await self._attempt("GET", server.url, "/capacity", None, CapacityAnswer.from_json)
-        except _AttemptFailed as error:
+        except AttemptFailed as error:
             logger.warning("%s: %s; new sessions go elsewhere for %g s", server.url, error, AVOID_S)
             server.avoid_until_s = self._clock() + AVOID_S
         else:

@@ -59,16 +59,17 @@ class EnvironmentHost:
         return sizes
 
     def handle(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Do one call: `op` is start, step or end. The answer is the environment's, or a refusal's JSON."""
-        session_id = call["session_id"]
+        """Do one call: `op` is start, step, end or task_types. The answer is the environment's, or a refusal's JSON."""
         match call["op"]:
             case "start":
-                return self._start(session_id, call["split"], call["seed"], call["options"])
+                return self._start(call["session_id"], call["split"], call["seed"], call["options"])
             case "step":
-                return self._step(session_id, call["action"])
+                return self._step(call["session_id"], call["action"])
             case "end":
-                self._close(session_id)
+                self._close(call["session_id"])
                 return {}
+            case "task_types":
+                return self._task_types(call["split"], call["first"], call["count"])
         raise AssertionError(f"no such call: {call['op']}")
 
     def close(self) -> None:
@@ -95,6 +96,23 @@ class EnvironmentHost:
             return payload.stepped_to_json(_checked_step(self._environments[session_id].step(action)))
         except Exception as error:  # noqa: BLE001 - foreign code
             return self._failed(session_id, "step", error)
+
+    def _task_types(self, split: str, first: int, count: int) -> dict[str, Any]:
+        """The types of seeds `first` .. `first + count - 1`, as runs of equal ones: `[[type, length], …]`."""
+        runs: list[list[Any]] = []
+        try:
+            for seed in range(first, first + count):
+                task_type = self._class.task_type(split, seed)
+                if not isinstance(task_type, str):
+                    raise BadEnvironment(f"task_type must be text, not {type(task_type).__name__}")
+                if not runs or runs[-1][0] != task_type:
+                    runs.append([task_type, 0])
+                runs[-1][1] += 1
+        except Exception as error:
+            logger.exception("task_type failed")
+            message = f"task_type({split!r}, {seed}) raised {type(error).__name__}: {error}"
+            return payload.Refusal(ErrorKind.ENV_ERROR, message).to_json()
+        return {"runs": runs}
 
     def _failed(self, session_id: str, where: str, error: Exception) -> dict[str, Any]:
         logger.error("session %s: %s failed", session_id, where, exc_info=error)

@@ -146,13 +146,17 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True)
 class StartAnswer:
+    """The session ends if the server hears nothing for `lease_s` (> 0), or for `pause_lease_s` while it is paused."""
+
     session_id: str
     started: Started
     lease_s: float
+    pause_lease_s: float
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> StartAnswer:
-        return cls(take(fields, "session_id", str), started_from_json(fields), take(fields, "lease_s", float))
+        leases = (_take_lease(fields, "lease_s"), _take_lease(fields, "pause_lease_s"))
+        return cls(take(fields, "session_id", str), started_from_json(fields), *leases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +238,17 @@ def observation_from_json(fields: Mapping[str, Any]) -> Observation:
     return Observation(take(fields, "text", str), tuple(images))
 
 
+def task_types_from_json(fields: Mapping[str, Any], *, count: int) -> list[tuple[str, int]]:
+    """The types of `count` tasks in a row, as runs of equal ones (type, length)."""
+    runs = take(fields, "runs", list)
+    for run in runs:
+        if not (isinstance(run, list) and len(run) == 2 and type(run[0]) is str and type(run[1]) is int and run[1] > 0):
+            raise PayloadError(f"runs: expected pairs of a type and a positive number, got {run!r:.80}")
+    if sum(length for _, length in runs) != count:
+        raise PayloadError(f"runs: expected the types of {count} tasks")
+    return [(task_type, length) for task_type, length in runs]
+
+
 def dump(fields: Mapping[str, Any]) -> bytes:
     """One JSON object as bytes. Raises `ValueError` for NaN and infinity, `TypeError` for what JSON does not know."""
     return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")
@@ -273,6 +288,13 @@ def _take_id(fields: Mapping[str, Any], name: str) -> str:
     value = take(fields, name, str)
     if not 0 < len(value) <= MAX_ID_CHARACTERS:
         raise PayloadError(f"{name}: must have 1 to {MAX_ID_CHARACTERS} characters, got {len(value)}")
+    return value
+
+
+def _take_lease(fields: Mapping[str, Any], name: str) -> float:
+    value = take(fields, name, float)
+    if value <= 0:
+        raise PayloadError(f"{name}: must be more than 0, got {value:g}")
     return value
 
 

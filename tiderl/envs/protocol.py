@@ -4,7 +4,7 @@ An `Environment` plays one episode. It is created by its class's constructor in 
 used by one session, and thrown away. It is synchronous and knows nothing of HTTP, leases or retries.
 
 The wire is JSON over HTTP (`server.py` and `client.py` are its two ends): POST `/start`, `/observation`, `/end`, `/pause`,
-`/resume`; GET `/health`, `/capacity`, `/tasks`. Errors are `{"error": {"kind", "message", "retryable"}}`.
+`/resume`; GET `/health`, `/capacity`, `/tasks`, `/task_types`. Errors are `{"error": {"kind", "message", "retryable"}}`.
 
 Source: paper Appendix B.1.
 """

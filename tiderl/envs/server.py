@@ -98,7 +98,6 @@ class EnvServer:
             self.pool,
             SessionTable(config.capacity, config.lease_s, config.pause_lease_s),
             latency=latency.parse(config.latency, config.latency_seed),
-            lease_s=config.lease_s,
             step_timeout_s=config.step_timeout_s,
             options=dict(config.options),
             token=token,

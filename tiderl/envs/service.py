@@ -19,7 +19,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -46,6 +46,8 @@ EnvSession = Session[Worker, "asyncio.Task[Fields]"]
 EnvTable = SessionTable[Worker, "asyncio.Task[Fields]"]
 
 RETRY_AFTER_S = 1
+#: Seeds whose types one request may ask for: they are worked out between two steps of somebody's session.
+MAX_TASK_TYPES = 10_000
 
 
 class EnvService:
@@ -58,7 +60,6 @@ class EnvService:
         table: EnvTable,
         *,
         latency: Latency,
-        lease_s: float,
         step_timeout_s: float,
         options: Fields,
         token: str,
@@ -69,7 +70,6 @@ class EnvService:
         self._pool = pool
         self._table = table
         self._latency = latency
-        self._lease_s = lease_s
         self._step_timeout_s = step_timeout_s
         self._options = options
         self._token = token
@@ -89,6 +89,7 @@ class EnvService:
                 web.get("/health", self._get_health),
                 web.get("/capacity", self._get_capacity),
                 web.get("/tasks", self._get_tasks),
+                web.get("/task_types", self._get_task_types),
             ]
         )
         return app
@@ -166,6 +167,25 @@ class EnvService:
     async def _get_tasks(self, request: web.Request) -> web.Response:
         return _answer({"env": self._env, "splits": self._pool.splits})
 
+    async def _get_task_types(self, request: web.Request) -> web.Response:
+        split, first, count = _read_seeds(request.query)
+        num_tasks = self._pool.splits.get(split, 0)
+        if first + count > num_tasks:
+            raise Refusal(
+                ErrorKind.BAD_REQUEST,
+                f"split {split} has {num_tasks} tasks, not the seeds {first} to {first + count - 1}",
+            )
+        worker = self._pool.pick()
+        if worker is None:
+            raise Refusal(ErrorKind.UNAVAILABLE, "all workers are lost and are being replaced")
+        call = {"op": "task_types", "split": split, "first": first, "count": count}
+        try:
+            answer = await asyncio.shield(self._spawn(worker.call(call, self._step_timeout_s)))
+        except WorkerLost as error:
+            raise Refusal(ErrorKind.UNAVAILABLE, str(error)) from error
+        _raise_if_failed(answer)
+        return _answer(answer)
+
     # What they set going.
 
     def _check_task(self, wanted: StartRequest) -> None:
@@ -201,7 +221,8 @@ class EnvService:
             self._table.abandon_start(wanted)
             raise
         self._table.add(Session(session_id, wanted.request_id, wanted.seed, worker, self._clock()))
-        return {"session_id": session_id, **started, "lease_s": self._lease_s}
+        leases = {"lease_s": self._table.lease_s, "pause_lease_s": self._table.pause_lease_s}
+        return {"session_id": session_id, **started, **leases}
 
     async def _play(self, session: EnvSession, wanted: ActionRequest, began_s: float) -> Fields:
         session.num_in_progress += 1
@@ -268,6 +289,20 @@ def _raise_if_failed(answer: Fields) -> None:
     if "error" in answer:
         kind = {kind.word: kind for kind in ErrorKind}[answer["error"]["kind"]]
         raise Refusal(kind, answer["error"]["message"])
+
+
+def _read_seeds(query: Mapping[str, str]) -> tuple[str, int, int]:
+    """`split`, `first` and `count` of a request for task types. Raises `PayloadError`."""
+    numbers = {}
+    for name in ("first", "count"):
+        text = query.get(name, "")
+        # Longer ones are no seeds, and cost more to read than they are worth.
+        if not (text.isascii() and text.isdigit() and len(text) <= 19):
+            raise PayloadError(f"{name}: expected a number of seeds, got {text[:40]!r}")
+        numbers[name] = int(text)
+    if not 1 <= numbers["count"] <= MAX_TASK_TYPES:
+        raise PayloadError(f"count: must be between 1 and {MAX_TASK_TYPES}, got {numbers['count']}")
+    return query.get("split", ""), numbers["first"], numbers["count"]
 
 
 def _answer(fields: Fields) -> web.Response:

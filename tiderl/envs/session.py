@@ -94,8 +94,8 @@ class SessionTable(Generic[WorkerT, AnswerT]):
 
     def __init__(self, capacity: int, lease_s: float, pause_lease_s: float) -> None:
         self.capacity = capacity
-        self._lease_s = lease_s
-        self._pause_lease_s = pause_lease_s
+        self.lease_s = lease_s
+        self.pause_lease_s = pause_lease_s
         self._sessions: dict[str, Session[WorkerT, AnswerT]] = {}
         self._starts: dict[str, tuple[Hashable, AnswerT]] = {}
         #: Why a session ended, by ("session", its id) and ("start", the request id of its start).
@@ -171,7 +171,7 @@ class SessionTable(Generic[WorkerT, AnswerT]):
         """Take out all sessions whose lease has run out, and return them."""
         expired = []
         for session in list(self._sessions.values()):
-            bound_s = self._pause_lease_s if session.paused else self._lease_s
+            bound_s = self.pause_lease_s if session.paused else self.lease_s
             if session.num_in_progress == 0 and now_s - session.heard_s >= bound_s:
                 setting = "--pause-lease-s" if session.paused else "--lease-s"
                 message = f"session {session.session_id} heard nothing for {bound_s:g} s ({setting}) and was ended"

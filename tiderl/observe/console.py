@@ -1,7 +1,7 @@
 """Rank 0's console: a progress bar over training steps with one compact line, on a terminal; a line a step elsewhere.
 
     [######......] 12/40 reward 0.61 success 0.63 1.9k tok/s RAS 9 TPRM 0.3s step 9.1s twt 1.2s rwt 0.0s eval 0.74
-        | 0A train 1A train 2R 31 tasks 3R 30 tasks | kv 41% | ranks [0, 1] (training)        (one line on a terminal)
+        | 0A train 1A train 2R 31 tasks 3R 30 tasks | kv 83% · 4 paused | ranks [0] (training)        (one line on a terminal)
 
 Roles: A actor, R rollout, F reference. Nothing else may write to the console while a job runs.
 """
@@ -65,10 +65,18 @@ class Console:
             f"{report.turns:.1f} turns ({report.num_tasks} tasks{missing})"
         )
 
-    def refresh(self, roles: Mapping[Rank, Role], phases: Mapping[Rank, str], kv_use: float, waiting_for: str) -> None:
+    def refresh(
+        self,
+        roles: Mapping[Rank, Role],
+        phases: Mapping[Rank, str],
+        kv_use: float,
+        num_paused: int,
+        waiting_for: str,
+    ) -> None:
         """What every rank does now; draws on a terminal."""
         ranks = " ".join(f"{rank}{_LETTER[role]} {phases.get(rank, '?')}" for rank, role in sorted(roles.items()))
-        self._ranks = f" | {ranks} | kv {kv_use:.0%}"
+        paused = f" · {num_paused} paused" if num_paused else ""
+        self._ranks = f" | {ranks} | kv {kv_use:.0%}{paused}"
         if self._live and not self._off:
             filled = _BAR_CELLS * self._done // max(1, self._num_steps)
             bar = "#" * filled + "." * (_BAR_CELLS - filled)

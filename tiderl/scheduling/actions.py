@@ -34,6 +34,30 @@ class StartTask:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseTask:
+    """Interrupt a task and hand it over: answer with `TaskPaused`, or with its end if that comes first."""
+
+    rank: Rank
+    task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeTask:
+    """Go on with a paused task on `rank`, which may be another one than before."""
+
+    rank: Rank
+    task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class EndPaused:
+    """Paused tasks that nobody waits for any more: end their environment sessions, forget their records. No answer."""
+
+    task_ids: tuple[TaskId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CancelTask:
     """End a task without a trajectory; answer with `TaskFailed(kind=CANCELLED)`."""
 
@@ -153,6 +177,9 @@ class Shutdown:
 Action = (
     SupplyGroups
     | StartTask
+    | PauseTask
+    | ResumeTask
+    | EndPaused
     | CancelTask
     | DropTrajectories
     | OpenStep

@@ -23,6 +23,7 @@ from tiderl.config.schema import Config
 from tiderl.errors import IllegalEvent, UserError
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.actions import AbandonStep, Action, Note, ReportEvaluation, ReportStep, Shutdown
+from tiderl.scheduling.groups import GroupBook
 from tiderl.scheduling.lifecycle import Group
 from tiderl.scheduling.metrics import step_metrics
 from tiderl.scheduling.rollout import RolloutSide
@@ -33,7 +34,7 @@ from tiderl.types import GroupId, GroupSpec, Rank, Role, TaskKind, WeightVersion
 MAX_SKIPPED_STEPS = 3
 
 #: Version of `state_dict`'s layout.
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 class Core:
@@ -47,7 +48,8 @@ class Core:
         self._joined: set[Rank] = set()
         self._capacity_known = False
         self.training = TrainingSide(config, tuple(Rank(r) for r in range(num_actors)))
-        self.rollout = RolloutSide(config, WeightVersion(0))
+        self.book = GroupBook(config, WeightVersion(0))
+        self.rollout = RolloutSide(config, self.book)
         self._trained_groups: list[Group] = []
         self._num_skipped = 0
         self._last_step_end_s: float | None = None
@@ -65,6 +67,9 @@ class Core:
             ev.GroupsSupplied: lambda e, t: self.rollout.supplied(e),
             ev.TurnStarted: lambda e, t: self.rollout.turn_started(e),
             ev.TurnEnded: lambda e, t: self.rollout.turn_ended(e),
+            ev.TaskPaused: lambda e, t: self.rollout.paused(e),
+            ev.PausedTaskLost: lambda e, t: self.rollout.paused_lost(e, t),
+            ev.EngineLoad: lambda e, t: self.rollout.engine_load(e),
             ev.TaskFinished: lambda e, t: self.rollout.finished(e, t),
             ev.TaskFailed: self._on_task_failed,
             ev.StepTrained: self._on_trained,
@@ -79,7 +84,7 @@ class Core:
         """Apply one event. Raises `IllegalEvent`, with nothing changed."""
         if self.ended:
             # The ranks are leaving; what they still report of their tasks belongs in the ledger.
-            if isinstance(event, ev.TurnStarted | ev.TurnEnded | ev.TaskFinished | ev.TaskFailed):
+            if isinstance(event, ev.TurnStarted | ev.TurnEnded | ev.TaskPaused | ev.TaskFinished | ev.TaskFailed):
                 self._handlers[type(event)](event, now_s)
             return ()
         actions = self._handlers[type(event)](event, now_s)
@@ -101,9 +106,9 @@ class Core:
             "format": STATE_FORMAT,
             "version": self.training.version,
             "next_step": self.training.next_step,
-            "num_supplied": self.rollout.num_supplied,
+            "num_supplied": self.rollout.supply.num_supplied,
             "open_groups": specs,
-            "ledger": self.rollout.ledger.balances(),
+            "ledger": self.book.ledger.balances(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,13 +120,13 @@ class Core:
         assert not self._joined
         self.training.version = WeightVersion(state["version"])
         self.training.next_step = state["next_step"]
-        self.rollout.num_supplied = state["num_supplied"]
-        self.rollout.to_restart = [
+        self.rollout.supply.num_supplied = state["num_supplied"]
+        self.rollout.supply.to_restart = [
             GroupSpec(GroupId(gid), TaskKind(kind), env, split, seed, task_type)
             for gid, kind, env, split, seed, task_type in state["open_groups"]
         ]
-        self.rollout.ledger.restore(state["ledger"])
-        self.rollout.gate.advance(self.training.version)
+        self.book.ledger.restore(state["ledger"])
+        self.book.gate.advance(self.training.version)
 
     @property
     def roles(self) -> Mapping[Rank, Role]:
@@ -136,19 +141,16 @@ class Core:
             raise IllegalEvent(
                 f"rank {event.rank} has weights of version {event.weight_version}, the scheduler {self.training.version}"
             )
+        if event.role is Role.ROLLOUT and (event.num_kv_blocks < 1 or event.kv_block_tokens < 1):
+            raise IllegalEvent(f"rank {event.rank} joined without a KV cache")
         self._joined.add(event.rank)
         if event.role is Role.ROLLOUT:
-            self.rollout.add_rank(event.rank, event.kv_budget_tokens, now_s)
-            if event.kv_budget_tokens * (1.0 - self._config.rollout.kv_reserve) < self._config.model.max_context_tokens:
-                return self._fail(
-                    f"rank {event.rank}'s KV cache holds {event.kv_budget_tokens} tokens, less what rollout.kv_reserve keeps "
-                    f"free: no task of model.max_context_tokens = {self._config.model.max_context_tokens} ever fits"
-                )
+            self.rollout.add_rank(event.rank, event.num_kv_blocks, event.kv_block_tokens, now_s)
         return []
 
     def _on_capacity(self, event: ev.EnvironmentCapacity, now_s: float) -> list[Action]:
         self._capacity_known = True
-        self.rollout.admission.set_capacity(event.num_sessions)
+        self.rollout.batching.set_capacity(event.num_sessions)
         return []
 
     def _on_lost(self, event: ev.RankLost, now_s: float) -> list[Action]:
@@ -205,7 +207,7 @@ class Core:
             self._num_skipped = 0
             since_s = self._last_step_end_s if self._last_step_end_s is not None else step.opened_s - step.waited_s
             metrics = step_metrics(step, self.rollout, now_s, since_s)
-            num_tokens = sum(self.rollout.retire(group) for group in step.groups)
+            num_tokens = sum(self.book.retire(group) for group in step.groups)
             self._trained_groups = step.groups
             actions.append(ReportStep(self.training.version - 1, {**metrics, "trained_tokens": float(num_tokens)}))
             every = self._config.checkpoint.every
@@ -219,13 +221,13 @@ class Core:
             self._num_skipped += 1
             reason = f"step {step.step} made no update: a loss or a gradient was not finite"
             actions.append(Note("error", reason))
-            actions += [self.rollout.drop_trained(group, reason) for group in step.groups]
+            actions += [self.book.drop_trained(group, reason) for group in step.groups]
             if self._num_skipped >= MAX_SKIPPED_STEPS:
                 return actions + self._fail(
                     f"{MAX_SKIPPED_STEPS} steps in a row made no update (loss or gradient not finite)"
                 )
             self.training.wait_for_data(now_s)
-            self.rollout.ready.start_step(now_s)
+            self.book.ready.start_step(now_s)
         self._last_step_end_s = now_s
         return actions
 
@@ -237,11 +239,11 @@ class Core:
 
     def _end_sync(self, sync: RollCall, now_s: float) -> list[Action]:
         self._has_synced = True
-        self.rollout.gate.advance(sync.version)
-        self.rollout.gate.retire(len(self._trained_groups))
+        self.book.gate.advance(sync.version)
+        self.book.gate.retire(len(self._trained_groups))
         self._trained_groups = []
         self.training.wait_for_data(now_s)
-        self.rollout.ready.start_step(now_s)
+        self.book.ready.start_step(now_s)
         longest = max(sync.finished.values(), key=lambda e: (e.transfer_s + e.load_s, e.rank))
         gap = max(e.canary_gap for e in sync.finished.values())
         actions: list[Action] = [
@@ -331,18 +333,18 @@ class Core:
         return actions
 
     def _use_free_trainer(self, now_s: float) -> list[Action]:
-        training, rollout = self.training, self.rollout
+        training, rollout, book = self.training, self.rollout, self.book
         if self._stopping is not None or (self._all_trained and rollout.round is None):
             return training.save(now_s, final=True)
         if self._all_trained:
             assert rollout.round is not None
             training.deadline_s = rollout.round.deadline_s
             return []
-        actions = rollout.take_late()
-        must_wait = self._config.schedule.on_late == "wait" and rollout.must_wait()
-        if len(rollout.ready) >= self._config.train.groups_per_step and not must_wait:
-            signals = rollout.ready.signals(now_s)
-            groups = [rollout.groups[rollout.ready.take()] for _ in range(self._config.train.groups_per_step)]
+        actions = book.take_late()
+        waits = self._config.schedule.on_late == "wait"
+        if len(book.ready) >= self._config.train.groups_per_step and not (waits and book.must_wait()):
+            signals = book.ready.signals(now_s)
+            groups = [book.groups[book.ready.take()] for _ in range(self._config.train.groups_per_step)]
             actions += training.open_step(groups, signals, now_s)
         return actions
 

@@ -29,12 +29,13 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class RankJoined:
-    """A rank has loaded what its role needs. `kv_budget_tokens` is 0 for ranks without an engine."""
+    """A rank has loaded what its role needs. The engine's KV cache has `num_kv_blocks` blocks (0: the rank has no engine)."""
 
     rank: Rank
     role: Role
     weight_version: WeightVersion
-    kv_budget_tokens: int
+    num_kv_blocks: int
+    kv_block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,24 @@ class EnvironmentCapacity:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What a rank's engine says of itself: the second source for lengths (paper Appendix B.2). `total_` counts since its start.
+
+    `used_tokens` are those in blocks that requests hold now; `cached` and `prefilled` tokens add up to the prompts' tokens.
+    """
+
+    rank: Rank
+    used_tokens: int
+    num_running: int
+    num_waiting: int
+    total_prefilled_tokens: int
+    total_cached_tokens: int
+    total_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """A task sends a prompt of `context_tokens` to its rank's engine."""
+    """A task sends a prompt of `context_tokens` to its rank's engine: a turn begins, or goes on after a pause."""
 
     task_id: TaskId
     rank: Rank
@@ -71,12 +88,37 @@ class TurnStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """The engine has answered; `context_tokens` includes the `generated_tokens` of this turn."""
+    """The engine has answered. `context_tokens` is all of it; `generated_tokens` were made and `prefilled_tokens` of the prompt
+    computed since the `TurnStarted` before."""
 
     task_id: TaskId
     rank: Rank
     context_tokens: int
     generated_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPaused:
+    """The answer to `PauseTask`: the task has left its rank, its record is with the shell, its environment's clock stands still.
+
+    `generated_tokens` counts all its turns, the interrupted one included; `prefilled_tokens` is what was computed since the
+    last report.
+    """
+
+    task_id: TaskId
+    rank: Rank
+    context_tokens: int
+    generated_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PausedTaskLost:
+    """A paused task can't go on: its environment session is gone."""
+
+    task_id: TaskId
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +138,8 @@ class TaskFinished:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """A task ended without a trajectory; `generated_tokens` were generated in vain."""
+    """A task ended without a trajectory. All its `generated_tokens` were in vain; `prefilled_tokens` is what was computed since
+    the last report."""
 
     task_id: TaskId
     rank: Rank
@@ -104,6 +147,7 @@ class TaskFailed:
     detail: str
     retryable: bool
     generated_tokens: int
+    prefilled_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +210,11 @@ Event = (
     | RankLost
     | GroupsSupplied
     | EnvironmentCapacity
+    | EngineLoad
     | TurnStarted
     | TurnEnded
+    | TaskPaused
+    | PausedTaskLost
     | TaskFinished
     | TaskFailed
     | StepTrained

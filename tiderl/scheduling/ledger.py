@@ -2,8 +2,9 @@
 
 Invariants (tests/scheduling/test_ledger.py):
 
-1. `generated = trained + evaluated + stale + failed + held`, after every call.
+1. `generated = trained + evaluated + stale + failed + dropped + held`, after every call.
 2. No account is ever negative; only `held` shrinks.
+3. Every token of a prompt is found in a cache, or computed: for the first time, or again. `repeated` is what CTB exists to avoid.
 
 A token is *held* from its generation until its trajectory's fate is known: in flight, paused, buffered, or inside an open
 training step.
@@ -24,6 +25,8 @@ class Account(enum.Enum):
     EVALUATED = "evaluated"
     STALE = "stale"
     FAILED = "failed"
+    #: Of spare trajectories whose group was complete without them.
+    DROPPED = "dropped"
 
 
 class TokenLedger:
@@ -33,6 +36,9 @@ class TokenLedger:
         self.generated = 0
         self.held = 0
         self.settled: dict[Account, int] = dict.fromkeys(Account, 0)
+        self.prefill_first = 0
+        self.prefill_repeated = 0
+        self.prefill_cached = 0
 
     def generate(self, num_tokens: int) -> None:
         """`num_tokens` came out of an engine; their fate is open."""
@@ -46,8 +52,21 @@ class TokenLedger:
         self.held -= num_tokens
         self.settled[account] += num_tokens
 
+    def prefill(self, prompt_tokens: int, prefilled_tokens: int, *, num_new: int) -> None:
+        """Of a prompt `prefilled_tokens` were computed; `num_new` of its tokens had never been computed before."""
+        first = min(prefilled_tokens, num_new)
+        self.prefill_first += first
+        self.prefill_repeated += prefilled_tokens - first
+        self.prefill_cached += max(0, prompt_tokens - prefilled_tokens)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens that were found in a cache; 0.0 before the first."""
+        total = self.prefill_first + self.prefill_repeated + self.prefill_cached
+        return self.prefill_cached / total if total else 0.0
+
     def balances(self) -> dict[str, int]:
-        """All accounts by name, `generated` and `held` included."""
+        """All accounts of generated tokens by name, `generated` and `held` included."""
         return {"generated": self.generated, **{a.value: n for a, n in self.settled.items()}, "held": self.held}
 
     def restore(self, balances: Mapping[str, int]) -> None:

@@ -6,6 +6,10 @@
 | `turns`, `context_tokens` | | mean over the step's trajectories |
 | `num_trajectories` | | of the step |
 | `num_failures` | | failed attempts of tasks since the start of the run |
+| `num_pauses`, `num_resumes` | | of tasks, since the start of the run |
+| `num_paused` | | tasks that are paused at the step's end |
+| `prefill_first`, `prefill_repeated` | tokens | computed by the engines for the first time, and again, since the start of the run |
+| `prefix_hit_rate` | | share of the prompts' tokens that the engines had not to compute, since the start of the run |
 | `zero_variance_share` | | share of groups whose rewards are all equal (no policy gradient) |
 | `trained_tokens` | tokens | generated tokens that this update consumed |
 | `goodput` | token/s | those, per second since the last step's end |
@@ -26,6 +30,7 @@ Source: paper §2.1.
 
 from __future__ import annotations
 
+from tiderl.scheduling.ledger import TokenLedger
 from tiderl.scheduling.rollout import RolloutSide
 from tiderl.scheduling.training import OpenedStep
 
@@ -59,6 +64,10 @@ def step_metrics(step: OpenedStep, rollout: RolloutSide, now_s: float, since_s: 
         "lr": results[0].lr,
         "log_prob_gap_max": max(r.max_same_version_gap for r in results),
         "num_failures": float(rollout.num_failures),
+        "num_pauses": float(rollout.num_pauses),
+        "num_resumes": float(rollout.num_resumes),
+        "num_paused": float(rollout.num_paused),
+        **_prefill(rollout.book.ledger),
     }
     if step.signals.time_per_ready_s is not None:
         metrics["tprm_s"] = step.signals.time_per_ready_s
@@ -70,3 +79,11 @@ def step_metrics(step: OpenedStep, rollout: RolloutSide, now_s: float, since_s: 
     for name in sorted({key for r in results for key in r.sums}):
         metrics[name] = sum(r.sums.get(name, 0.0) for r in results) / num_trained
     return metrics
+
+
+def _prefill(ledger: TokenLedger) -> dict[str, float]:
+    return {
+        "prefill_first": float(ledger.prefill_first),
+        "prefill_repeated": float(ledger.prefill_repeated),
+        "prefix_hit_rate": ledger.hit_rate,
+    }

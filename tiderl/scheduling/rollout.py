@@ -1,15 +1,16 @@
-"""The rollout half of the core: tasks from the stream to a complete group.
+"""The rollout half of the core: what ranks and environments report of tasks, and what follows from it.
 
-Owns tasks, groups, admission, the staleness gate and the token ledger. `core.py` calls it; it returns actions and knows nothing
-of training phases.
+Owns the evaluation round and the tasks' states; `supply.py` knows which groups come, `groups.py` what becomes of them, and `ctb.py`
+decides which task plays where. `core.py` calls it; it returns actions and knows nothing of training phases.
 
 Invariants (tests/scheduling/test_core_machine.py):
 
 1. Every task that is started ends as finished or out, once; a retryable failure starts a new attempt, up to `max_attempts`.
-2. A complete group with at least two trajectories becomes ready; with fewer it is dropped and its tokens count as failed.
-3. A failed task never contributes a reward.
+2. A pause is followed by a resume, or by the end of the task; a paused task is on no rank.
+3. A task is cancelled only when nothing waits for its trajectory: its round or the run is over, its group is complete, or it can
+   never fit.
 
-Source: paper §2.1, §4.1.
+Source: paper §2.1, §4.1, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -18,216 +19,257 @@ from collections.abc import Iterable
 
 from tiderl.config.schema import Config
 from tiderl.errors import IllegalEvent
-from tiderl.scheduling.actions import Action, CancelTask, DropTrajectories, Note, StartTask, SupplyGroups
-from tiderl.scheduling.ctb import Admission
+from tiderl.scheduling.actions import (
+    Action,
+    CancelTask,
+    DropTrajectories,
+    EndPaused,
+    Note,
+    PauseTask,
+    ResumeTask,
+    StartTask,
+)
+from tiderl.scheduling.ctb import ContinuousTaskBatching, Decision
 from tiderl.scheduling.evaluation import EvaluationRound
-from tiderl.scheduling.events import GroupsSupplied, TaskFailed, TaskFinished, TurnEnded, TurnStarted
-from tiderl.scheduling.ledger import Account, TokenLedger
-from tiderl.scheduling.lifecycle import ON_RANK, Group, GroupState, Task, TaskState
-from tiderl.scheduling.readiness import ReadinessBuffer
-from tiderl.scheduling.staleness import StalenessGate
-from tiderl.types import FailureKind, GroupId, GroupSpec, Rank, TaskId, TaskKind, WeightVersion
-
-#: A group advantage needs something to compare with.
-MIN_GROUP_SIZE = 2
+from tiderl.scheduling.events import (
+    EngineLoad,
+    GroupsSupplied,
+    PausedTaskLost,
+    TaskFailed,
+    TaskFinished,
+    TaskPaused,
+    TurnEnded,
+    TurnStarted,
+)
+from tiderl.scheduling.groups import GroupBook
+from tiderl.scheduling.ledger import Account
+from tiderl.scheduling.lifecycle import ON_RANK, Group, Task, TaskState
+from tiderl.scheduling.supply import GroupSupply
+from tiderl.types import FailureKind, GroupSpec, Rank, TaskId, TaskKind, WeightVersion
 
 
 class RolloutSide:
-    """Tasks and groups, from supply to readiness."""
+    """Tasks, from supply to a trajectory."""
 
-    def __init__(self, config: Config, version: WeightVersion) -> None:
+    def __init__(self, config: Config, book: GroupBook) -> None:
         self._config = config
-        self.ledger = TokenLedger()
-        self.gate = StalenessGate(
-            config.schedule.max_staleness, config.train.groups_per_step, config.train.steps, version
-        )
-        self.admission = Admission(
-            reserve_per_task_tokens=config.model.max_context_tokens,
-            max_tasks_per_rank=config.rollout.max_tasks_per_rank,
-        )
-        self.ready = ReadinessBuffer()
-        self.tasks: dict[TaskId, Task] = {}
-        self.groups: dict[GroupId, Group] = {}
+        self.book = book
+        self.supply = GroupSupply()
+        self.batching = ContinuousTaskBatching(config)
         self.round: EvaluationRound | None = None
-        #: Groups that the run was interrupted in; they are played again before the stream goes on.
-        self.to_restart: list[GroupSpec] = []
-        self.num_supplied = 0
         self.num_failures = 0
         self.failures_in_a_row = 0
+        self.num_pauses = 0
+        self.num_resumes = 0
         self.stopped = False
-        self._requested: dict[TaskKind, int] = dict.fromkeys(TaskKind, 0)
-        self._next_task_id = 0
-        #: Training groups that are still being played: how many of each start version.
-        self._open_by_version: dict[WeightVersion, int] = {}
+        #: Tasks on a rank that were told to end, and those of them that no rank can hold.
+        self._cancelled: set[TaskId] = set()
+        self._never_fits: set[TaskId] = set()
         self._idle_since_s: dict[Rank, float] = {}
-        self.rollout_wait_s = 0.0
+        self._rollout_wait_s = 0.0
 
-    # --- supply and admission -------------------------------------------------------------------------------------
+    @property
+    def num_paused(self) -> int:
+        return len(self.batching.paused)
 
-    def add_rank(self, rank: Rank, kv_budget_tokens: int, now_s: float) -> None:
-        budget = int(kv_budget_tokens * (1.0 - self._config.rollout.kv_reserve))
-        self.admission.add_rank(rank, budget)
+    # --- supply and placement -------------------------------------------------------------------------------------
+
+    def add_rank(self, rank: Rank, num_kv_blocks: int, kv_block_tokens: int, now_s: float) -> None:
+        self.batching.add_rank(rank, num_kv_blocks, kv_block_tokens)
         self._idle_since_s[rank] = now_s
 
     def open_round(self, version: WeightVersion, deadline_s: float) -> list[Action]:
         """Start an evaluation of `version`."""
         assert self.round is None
         self.round = EvaluationRound(version, deadline_s)
-        count = self._config.eval.num_tasks
-        self._requested[TaskKind.EVAL] = count
-        return [SupplyGroups(TaskKind.EVAL, count)]
+        return [self.supply.order_round(self._config.eval.num_tasks)]
 
     def request_supply(self) -> list[Action]:
-        """Ask for as many training groups as the staleness bound allows."""
-        wanted = self.gate.quota - self._requested[TaskKind.TRAIN]
-        if self.stopped or wanted <= 0:
+        """Take as many training groups as the staleness bound allows."""
+        if self.stopped:
             return []
-        if self.to_restart:
-            again, self.to_restart = self.to_restart[:wanted], self.to_restart[wanted:]
-            self._admit(again)
-            wanted -= len(again)
-        if wanted <= 0:
-            return []
-        self._requested[TaskKind.TRAIN] += wanted
-        return [SupplyGroups(TaskKind.TRAIN, wanted)]
+        again, orders = self.supply.fill(self.book.gate.quota)
+        self._admit(again)
+        return [*orders]
 
     def supplied(self, event: GroupsSupplied) -> list[Action]:
-        if len(event.groups) > self._requested[event.kind]:
-            raise IllegalEvent(f"{len(event.groups)} {event.kind.value} groups were supplied, fewer were asked for")
-        if event.kind is TaskKind.EVAL and len(event.groups) < self._requested[TaskKind.EVAL]:
-            raise IllegalEvent(f"an evaluation of {self._requested[TaskKind.EVAL]} tasks got only {len(event.groups)}")
-        group_ids = {spec.group_id for spec in event.groups}
-        for spec in event.groups:
-            if spec.group_id in self.groups or spec.kind is not event.kind or len(group_ids) < len(event.groups):
-                raise IllegalEvent(f"group {spec.group_id} was supplied twice, or is of the wrong kind")
-        # Several orders may be on their way at once, each with an answer of its own.
-        self._requested[event.kind] -= len(event.groups)
-        too_late = self.stopped if event.kind is TaskKind.TRAIN else self.round is None
-        if too_late:
-            # The run or the round has ended meanwhile. They are not counted, so that a resumed run draws them again.
-            return []
-        if event.kind is TaskKind.TRAIN:
-            self.num_supplied += len(event.groups)
-        self._admit(event.groups)
+        is_wanted = not self.stopped if event.kind is TaskKind.TRAIN else self.round is not None
+        self._admit(self.supply.arrived(event, self.book.groups, is_wanted=is_wanted))
         return []
 
     def _admit(self, specs: Iterable[GroupSpec]) -> None:
         for spec in specs:
-            size = self._config.train.group_size if spec.kind is TaskKind.TRAIN else 1
-            group = Group(spec, num_pending=size, start_version=self.gate.version)
-            self.groups[spec.group_id] = group
-            if spec.kind is TaskKind.TRAIN:
-                self.gate.admit(1)
-                self._count_open(group.start_version, +1)
-            for _ in range(size):
-                task = Task(TaskId(self._next_task_id), group)
-                self._next_task_id += 1
-                group.tasks.append(task)
-                self.tasks[task.task_id] = task
-                self.admission.enqueue(task)
+            for task in self.book.open(spec).tasks:
+                self.batching.enqueue(task)
                 if spec.kind is TaskKind.EVAL and self.round is not None:
                     self.round.add(task.task_id)
 
     def place_tasks(self, now_s: float) -> list[Action]:
-        """Start every queued task that fits somewhere."""
+        """Start, pause and resume what Algorithm 1 says."""
         actions: list[Action] = []
-        while (placed := self.admission.place()) is not None:
-            task, rank = placed
-            if len(self.admission.ranks[rank].tasks) == 1:
-                self.rollout_wait_s += now_s - self._idle_since_s[rank]
-            task.state = TaskState.STARTING
-            task.rank = rank
-            task.attempt += 1
-            actions.append(StartTask(rank, task.task_id, task.group.spec, task.attempt))
+        for decision in self.batching.decide():
+            actions += self._carry_out(decision, now_s)
         return actions
 
-    def must_wait(self) -> bool:
-        """Would a step with the groups that are ready now make one too late that is still being played?"""
-        return bool(self._open_by_version) and not self.gate.leaves_time(
-            self._open_by_version, self.ready.num_by_version
+    def _carry_out(self, decision: Decision, now_s: float) -> list[Action]:
+        task, rank = decision.task, decision.rank
+        if decision.verb == "pause":
+            self.num_pauses += 1
+            return [PauseTask(rank, task.task_id)]
+        if decision.verb == "never_fits":
+            return self._refuse(task, rank, now_s)
+        if rank in self._idle_since_s:
+            self._rollout_wait_s += now_s - self._idle_since_s.pop(rank)
+        if decision.verb == "resume":
+            self.num_resumes += 1
+            return [ResumeTask(rank, task.task_id)]
+        task.attempt += 1
+        return [StartTask(rank, task.task_id, task.group.spec, task.attempt)]
+
+    def _refuse(self, task: Task, rank: Rank, now_s: float) -> list[Action]:
+        """No rank's cache is large enough for the task."""
+        if task.state in ON_RANK:
+            self._never_fits.add(task.task_id)
+            return [self._cancel(task)]
+        ended = [EndPaused((task.task_id,), "no rank can hold it")] if task.state is TaskState.PAUSED else []
+        return [*ended, *self._out(task, FailureKind.NEVER_FITS, self._why_never(task), now_s)]
+
+    def _why_never(self, task: Task) -> str:
+        needed = max(task.context_tokens, task.group.prompt_tokens or 0)
+        return (
+            f"its context has {needed} tokens, the largest KV cache of a rank holds {self.batching.largest_cache_tokens}: "
+            "lower model.max_context_tokens, or give the engines more (engine.kv_cache_tokens, engine.gpu_memory_share)"
         )
 
     # --- what the ranks report ------------------------------------------------------------------------------------
 
     def turn_started(self, event: TurnStarted) -> list[Action]:
-        task = self._task(event.task_id)
-        task.require(TaskState.GENERATING, event.rank)
-        task.state = TaskState.GENERATING
+        task = self.book.task(event.task_id)
+        if task.state is TaskState.PAUSING and not task.in_turn:
+            task.require_rank(event.rank)
+        else:
+            task.require(TaskState.GENERATING, event.rank)
+        self._require_growth(task, event.context_tokens)
+        if task.state is not TaskState.PAUSING:
+            task.state = TaskState.GENERATING
+        task.in_turn = True
         task.context_tokens = event.context_tokens
+        self.batching.turn_started(task)
         return []
 
     def turn_ended(self, event: TurnEnded) -> list[Action]:
-        task = self._task(event.task_id)
-        task.require(TaskState.ACTING, event.rank)
+        task = self.book.task(event.task_id)
+        if task.state is TaskState.PAUSING and task.in_turn:
+            task.require_rank(event.rank)
+        else:
+            task.require(TaskState.ACTING, event.rank)
         total = task.generated_tokens + event.generated_tokens
-        self._require_count(task, total)
-        task.state = TaskState.ACTING
-        task.context_tokens = event.context_tokens
-        self._generated(task, total)
+        self._require_count(task, total, event.prefilled_tokens)
+        self._require_growth(task, event.context_tokens)
+        if task.state is not TaskState.PAUSING:
+            task.state = TaskState.ACTING
+        self._took(task, event.context_tokens, event.generated_tokens, event.prefilled_tokens)
+        task.in_turn = False
+        task.num_turns += 1
+        self.batching.turn_ended(task)
         return []
 
+    def paused(self, event: TaskPaused) -> list[Action]:
+        task = self.book.task(event.task_id)
+        task.require(TaskState.PAUSED, event.rank)
+        self._require_count(task, event.generated_tokens, event.prefilled_tokens)
+        self._require_growth(task, event.context_tokens)
+        self._took(task, event.context_tokens, event.generated_tokens - task.generated_tokens, event.prefilled_tokens)
+        task.in_turn = False
+        task.state = TaskState.PAUSED
+        task.rank = None
+        self._cancelled.discard(task.task_id)
+        self._never_fits.discard(task.task_id)
+        is_wanted = self._is_wanted(task)
+        self.batching.handed_over(task, event.rank, is_wanted=is_wanted)
+        return [] if is_wanted else self._end_paused([task], "cancelled while it paused")
+
+    def paused_lost(self, event: PausedTaskLost, now_s: float) -> list[Action]:
+        task = self.book.task(event.task_id)
+        if task.state is not TaskState.PAUSED:
+            raise IllegalEvent(f"task {task.task_id} is {task.state.value}, so it cannot be lost while paused")
+        self.batching.forget(task)
+        self.num_failures += 1
+        return self._end_attempt(task, None, FailureKind.ENVIRONMENT, event.detail, retryable=True, now_s=now_s)
+
     def finished(self, event: TaskFinished, now_s: float) -> list[Action]:
-        task = self._task(event.task_id)
+        task = self.book.task(event.task_id)
         task.require(TaskState.FINISHED, event.rank)
-        self._require_count(task, event.generated_tokens)
-        self._generated(task, event.generated_tokens)
+        if task.in_turn:
+            raise IllegalEvent(f"task {task.task_id} cannot finish in the middle of a turn")
+        self._require_count(task, event.generated_tokens, 0)
+        self._require_growth(task, event.context_tokens)
+        self.book.generated(task, event.generated_tokens)
         self.failures_in_a_row = 0
-        task.state = TaskState.FINISHED
         task.context_tokens = event.context_tokens
         task.num_turns, task.reward, task.success = event.num_turns, event.reward, event.success
-        self._leave_rank(task, now_s)
+        if task.is_spare:
+            self._leave_rank(task, event.rank, now_s)
+            self.book.drop_spare(task)
+            return [DropTrajectories((task.task_id,), "its group was complete without it")]
+        task.state = TaskState.FINISHED
+        actions = [] if task.kind is TaskKind.EVAL else self.book.count_finished(task, event.oldest_version, now_s)
+        self._leave_rank(task, event.rank, now_s, has_finished=True)
         if task.kind is TaskKind.EVAL:
-            self.ledger.settle(task.generated_tokens, Account.EVALUATED)
-            if self._is_wanted(task):
-                assert self.round is not None
-                self.round.finish(task.task_id, event.reward, event.success, event.num_turns)
-            self._forget(task.group)
-            return [DropTrajectories((task.task_id,), "evaluated")]
-        if event.oldest_version < task.group.start_version:
-            self._count_open(task.group.start_version, -1)
-            task.group.start_version = event.oldest_version
-            self._count_open(task.group.start_version, +1)
-        return self._one_less_pending(task.group, now_s)
+            return self._evaluated(task, event)
+        return actions + self._release_spares(task.group)
+
+    def _evaluated(self, task: Task, event: TaskFinished) -> list[Action]:
+        self.book.ledger.settle(task.generated_tokens, Account.EVALUATED)
+        if self._is_wanted(task):
+            assert self.round is not None
+            self.round.finish(task.task_id, event.reward, event.success, event.num_turns)
+        self.book.forget(task.group)
+        return [DropTrajectories((task.task_id,), "evaluated")]
 
     def failed(self, event: TaskFailed, now_s: float) -> list[Action]:
-        task = self._task(event.task_id)
-        if task.state not in ON_RANK or task.rank != event.rank:
-            raise IllegalEvent(
-                f"task {event.task_id} is {task.state.value} on rank {task.rank}, so it cannot fail on {event.rank}"
-            )
-        self._require_count(task, event.generated_tokens)
+        task = self.book.task(event.task_id)
+        task.require_rank(event.rank)
+        self._require_count(task, event.generated_tokens, event.prefilled_tokens)
         cancelled = event.kind is FailureKind.CANCELLED
-        if cancelled and self._is_wanted(task):
+        never_fits = task.task_id in self._never_fits
+        if cancelled and not never_fits and self._is_wanted(task):
             raise IllegalEvent(f"task {event.task_id} was given up by rank {event.rank}, but nobody has cancelled it")
-        self._generated(task, event.generated_tokens)
-        self._leave_rank(task, now_s)
+        generated = event.generated_tokens - task.generated_tokens
+        self._took(task, task.context_tokens + generated, generated, event.prefilled_tokens)
+        self._leave_rank(task, event.rank, now_s)
+        if task.is_spare:
+            self.book.drop_spare(task)
+            return []
+        if never_fits:
+            self.num_failures += 1
+            return self._out(task, FailureKind.NEVER_FITS, self._why_never(task), now_s)
         if cancelled and task.kind is TaskKind.TRAIN:
             # The run is ending: the tokens stay held, as those of every group that no step will consume.
             task.state = TaskState.OUT
             return []
-        self.ledger.settle(task.generated_tokens, Account.FAILED)
-        task.generated_tokens = 0
-        again = self._is_wanted(task) and event.retryable and task.attempt < self._config.rollout.max_attempts
-        spec = task.group.spec
-        what = (
-            f"task {task.task_id} ({spec.env} {spec.split} seed {spec.seed}, attempt {task.attempt}, rank {event.rank})"
-        )
         if not cancelled:
             self.num_failures += 1
             self.failures_in_a_row += 1
-        if again:
-            task.state = TaskState.QUEUED
-            task.rank = None
-            self.admission.enqueue(task)
-            return [Note("warning", f"{what} failed and will be tried again: {event.kind.value}: {event.detail}")]
-        task.state = TaskState.OUT
-        note = Note(
-            "info" if cancelled else "warning", f"{what} failed and is left out: {event.kind.value}: {event.detail}"
+        return self._end_attempt(
+            task, event.rank, event.kind, event.detail, retryable=event.retryable and not cancelled, now_s=now_s
         )
-        if task.kind is TaskKind.EVAL:
-            self._give_up_evaluation(task)
-            return [note]
-        return [note, *self._one_less_pending(task.group, now_s)]
+
+    def engine_load(self, event: EngineLoad) -> list[Action]:
+        if event.rank not in self.batching.pools:
+            raise IllegalEvent(f"rank {event.rank} reports an engine's load, but it is no rollout rank")
+        correction = self.batching.engine_says(event.rank, event.used_tokens)
+        if correction is None:
+            return []
+        if correction == 0:
+            return [Note("info", f"rank {event.rank}: engine and turn loop agree on the KV cache's use again")]
+        return [
+            Note(
+                "warning",
+                f"rank {event.rank}: the engine holds {correction} tokens more than its tasks' contexts explain; "
+                "they are taken off its budget",
+            )
+        ]
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
@@ -235,125 +277,153 @@ class RolloutSide:
         """End the open round; tasks that it still waited for are cancelled."""
         assert self.round is not None
         closed, self.round = self.round, None
-        for task in self.admission.drain(TaskKind.EVAL):
+        queued, paused = self.batching.drain(TaskKind.EVAL)
+        for task in queued:
             task.state = TaskState.OUT
-            self._forget(task.group)
-        return closed, self._cancel_playing(TaskKind.EVAL)
+            self.book.forget(task.group)
+        return closed, [*self._end_paused(paused, "the evaluation is over"), *self._cancel_playing(TaskKind.EVAL)]
 
     def stop_training_tasks(self) -> list[Action]:
         """No training task will be consumed any more: empty the queue and cancel what plays."""
         self.stopped = True
-        for task in self.admission.drain(TaskKind.TRAIN):
+        queued, paused = self.batching.drain(TaskKind.TRAIN)
+        for task in queued:
             task.state = TaskState.OUT
-        return self._cancel_playing(TaskKind.TRAIN)
+        return [*self._end_paused(paused, "the run is over"), *self._cancel_playing(TaskKind.TRAIN)]
 
     def abandon(self) -> None:
         """The job has failed: whatever the leaving ranks still report is for the ledger only."""
         self.stopped = True
         self.round = None
 
-    def take_late(self) -> list[Action]:
-        """Drop ready groups that are too old to train on."""
-        actions: list[Action] = []
-        while (oldest := self.ready.oldest_start_version()) is not None and self.gate.is_late(oldest):
-            group = self.groups[self.ready.take()]
-            actions.append(self._drop(group, Account.STALE, f"version {oldest} is more than the staleness bound old"))
-        return actions
-
-    def retire(self, group: Group) -> int:
-        """The group was trained on; returns its generated tokens, now settled as trained."""
-        num_tokens = sum(t.generated_tokens for t in group.finished)
-        self.ledger.settle(num_tokens, Account.TRAINED)
-        self._forget(group)
-        return num_tokens
-
-    def drop_trained(self, group: Group, reason: str) -> Action:
-        """The step that held the group made no update: its tokens were for nothing."""
-        return self._drop(group, Account.FAILED, reason)
-
     def open_specs(self) -> list[GroupSpec]:
         """Training groups whose fate is open, for a checkpoint: after a resume they are played again."""
-        open_groups = [g.spec for g in self.groups.values() if g.spec.kind is TaskKind.TRAIN]
-        return sorted([*open_groups, *self.to_restart], key=lambda spec: spec.group_id)
+        open_groups = [g.spec for g in self.book.groups.values() if g.spec.kind is TaskKind.TRAIN]
+        return sorted([*open_groups, *self.supply.to_restart], key=lambda spec: spec.group_id)
 
     def idle_rollout_wait_s(self, now_s: float) -> float:
         """RWT so far, in rank-seconds, with ranks that are idle at this moment counted up to now."""
-        idle = sum(now_s - self._idle_since_s[r] for r, b in self.admission.ranks.items() if not b.tasks)
-        return self.rollout_wait_s + idle
+        return self._rollout_wait_s + sum(now_s - since_s for since_s in self._idle_since_s.values())
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _task(self, task_id: TaskId) -> Task:
-        task = self.tasks.get(task_id)
-        if task is None:
-            raise IllegalEvent(f"task {task_id} is unknown, or its group is gone")
-        return task
 
     def _is_wanted(self, task: Task) -> bool:
         """Is there still something that waits for the task's trajectory? Otherwise the task has been cancelled."""
         if task.kind is TaskKind.TRAIN:
-            return not self.stopped
+            return not self.stopped and not task.is_spare
         return self.round is not None and task.task_id in self.round.open_tasks
 
-    def _require_count(self, task: Task, generated_tokens: int) -> None:
-        if generated_tokens < task.generated_tokens:
+    @staticmethod
+    def _require_count(task: Task, generated_tokens: int, prefilled_tokens: int) -> None:
+        if generated_tokens < task.generated_tokens or prefilled_tokens < 0:
             raise IllegalEvent(
-                f"task {task.task_id} ends with {generated_tokens} generated tokens, {task.generated_tokens} were reported"
+                f"task {task.task_id} reports {generated_tokens} generated and {prefilled_tokens} prefilled tokens; "
+                f"{task.generated_tokens} generated ones were reported before"
             )
 
-    def _generated(self, task: Task, total: int) -> None:
-        self.ledger.generate(total - task.generated_tokens)
-        task.generated_tokens = total
+    @staticmethod
+    def _require_growth(task: Task, context_tokens: int) -> None:
+        if context_tokens < task.context_tokens:
+            raise IllegalEvent(
+                f"the context of task {task.task_id} shrinks from {task.context_tokens} to {context_tokens} tokens"
+            )
 
-    def _leave_rank(self, task: Task, now_s: float) -> None:
-        assert task.rank is not None
-        self.admission.release(task.task_id, task.rank)
-        if not self.admission.ranks[task.rank].tasks:
-            self._idle_since_s[task.rank] = now_s
+    def _took(self, task: Task, context_tokens: int, generated_tokens: int, prefilled_tokens: int) -> None:
+        """An engine call of the task is over: it made `generated_tokens` and has computed `prefilled_tokens` of the prompt."""
+        if task.in_turn:
+            self.book.prefilled(task, context_tokens - generated_tokens, prefilled_tokens)
+            if generated_tokens:
+                # The newest token was sampled, but nothing was computed from it yet.
+                task.computed_tokens = context_tokens - 1
+                task.group.computed_prompt_tokens = task.group.prompt_tokens or 0
+        task.context_tokens = context_tokens
+        self.book.generated(task, task.generated_tokens + generated_tokens)
+
+    def _end_attempt(
+        self, task: Task, rank: Rank | None, kind: FailureKind, detail: str, *, retryable: bool, now_s: float
+    ) -> list[Action]:
+        """The attempt has left nothing: try again, or give the task up."""
+        where = "paused" if rank is None else f"rank {rank}"
+        what = f"{self._named(task)}, attempt {task.attempt}, {where})"
+        self.book.ledger.settle(task.generated_tokens, Account.FAILED)
+        task.forget_attempt()
+        if self._is_wanted(task) and retryable and task.attempt < self._config.rollout.max_attempts:
+            task.state = TaskState.QUEUED
+            self.batching.enqueue(task)
+            return [Note("warning", f"{what} failed and will be tried again: {kind.value}: {detail}")]
+        level = "info" if kind is FailureKind.CANCELLED else "warning"
+        note = Note(level, f"{what} failed and is left out: {kind.value}: {detail}")
+        return [note, *self._give_up(task, now_s)]
+
+    def _out(self, task: Task, kind: FailureKind, detail: str, now_s: float) -> list[Action]:
+        """The task can't be played at all."""
+        self.book.ledger.settle(task.generated_tokens, Account.FAILED)
+        task.generated_tokens = 0
+        note = Note("warning", f"{self._named(task)}) is left out: {kind.value}: {detail}")
+        return [note, *self._give_up(task, now_s)]
+
+    @staticmethod
+    def _named(task: Task) -> str:
+        spec = task.group.spec
+        return f"task {task.task_id} ({spec.env} {spec.split} seed {spec.seed}"
+
+    def _give_up(self, task: Task, now_s: float) -> list[Action]:
+        task.state = TaskState.OUT
+        if task.kind is TaskKind.EVAL:
+            if self.round is not None and task.task_id in self.round.open_tasks:
+                self.round.give_up(task.task_id)
+            self.book.forget(task.group)
+            return []
+        return [*self.book.count_out(task, now_s), *self._release_spares(task.group)]
+
+    def _release_spares(self, group: Group) -> list[Action]:
+        """A complete group needs no more trajectories: end what still waits or plays for it."""
+        actions: list[Action] = []
+        for task in self.book.surplus(group):
+            if task.state in ON_RANK:
+                actions += [] if task.task_id in self._cancelled else [self._cancel(task)]
+                continue
+            self.batching.forget(task)
+            if task.state is TaskState.PAUSED:
+                actions += self._end_paused([task], "its group is complete without it")
+            else:
+                self.book.drop_spare(task)
+        return actions
+
+    def _leave_rank(self, task: Task, rank: Rank, now_s: float, *, has_finished: bool = False) -> None:
+        if has_finished:
+            self.batching.finished(task, rank)
+        else:
+            self.batching.failed(task, rank)
         task.rank = None
+        self._cancelled.discard(task.task_id)
+        self._never_fits.discard(task.task_id)
+        if not self.batching.pools[rank].num_on_rank:
+            self._idle_since_s[rank] = now_s
 
-    def _one_less_pending(self, group: Group, now_s: float) -> list[Action]:
-        group.num_pending -= 1
-        if not group.is_complete:
-            return []
-        self._count_open(group.start_version, -1)
-        if len(group.finished) >= MIN_GROUP_SIZE:
-            group.state = GroupState.READY
-            self.ready.add(group.spec.group_id, group.start_version, now_s)
-            return []
-        self.gate.retire(1)
-        return [self._drop(group, Account.FAILED, "fewer than two trajectories of the group are left")]
-
-    def _drop(self, group: Group, account: Account, reason: str) -> Action:
-        if group.state is not GroupState.OPEN:
-            self.gate.retire(1)
-        self.ledger.settle(sum(t.generated_tokens for t in group.finished), account)
-        dropped = DropTrajectories(tuple(t.task_id for t in group.finished), reason)
-        self._forget(group)
-        return dropped
+    def _end_paused(self, tasks: list[Task], reason: str) -> list[Action]:
+        """These paused tasks are over."""
+        for task in tasks:
+            if task.is_spare:
+                self.book.drop_spare(task)
+                continue
+            task.state = TaskState.OUT
+            if task.kind is TaskKind.EVAL:
+                self.book.ledger.settle(task.generated_tokens, Account.FAILED)
+                task.generated_tokens = 0
+                self.book.forget(task.group)
+        return [EndPaused(tuple(task.task_id for task in tasks), reason)] if tasks else []
 
     def _cancel_playing(self, kind: TaskKind) -> list[Action]:
-        return [
-            CancelTask(rank, task_id)
-            for rank in sorted(self.admission.ranks)
-            for task_id in sorted(self.admission.ranks[rank].tasks)
-            if self.tasks[task_id].kind is kind
+        playing = [
+            self.book.tasks[task_id]
+            for _, pool in sorted(self.batching.pools.items())
+            for task_id in sorted([*pool.needs, *pool.leaving])
         ]
+        return [self._cancel(task) for task in playing if task.kind is kind and task.task_id not in self._cancelled]
 
-    def _give_up_evaluation(self, task: Task) -> None:
-        if self.round is not None and task.task_id in self.round.open_tasks:
-            self.round.give_up(task.task_id)
-        self._forget(task.group)
-
-    def _forget(self, group: Group) -> None:
-        group.state = GroupState.GONE
-        for task in group.tasks:
-            del self.tasks[task.task_id]
-        del self.groups[group.spec.group_id]
-
-    def _count_open(self, version: WeightVersion, delta: int) -> None:
-        count = self._open_by_version.get(version, 0) + delta
-        if count:
-            self._open_by_version[version] = count
-        else:
-            del self._open_by_version[version]
+    def _cancel(self, task: Task) -> Action:
+        assert task.rank is not None
+        self.batching.dismissed(task)
+        self._cancelled.add(task.task_id)
+        return CancelTask(task.rank, task.task_id)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiderl.scheduling.actions import ACTION_TYPES, AssignMicroBatch
-from tiderl.scheduling.events import EVENT_TYPES, TaskFinished
-from tiderl.types import Rank, Trajectory
+from tiderl.scheduling.actions import ACTION_TYPES, AssignMicroBatch, ResumeTask
+from tiderl.scheduling.events import EVENT_TYPES, TaskFinished, TaskPaused
+from tiderl.types import PausedTask, Rank, Trajectory
 from tiderl.wire.codec import Codec
 
 
@@ -62,6 +62,22 @@ class TrajectoryMessage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PausedMessage:
+    """A paused task leaves its rank: the fact for the core, and the task itself for whoever goes on with it."""
+
+    event: TaskPaused
+    task: PausedTask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResumeMessage:
+    """A paused task comes to a rank."""
+
+    action: ResumeTask
+    task: PausedTask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatchMessage:
     """A micro-batch for an actor: the core's order, and the trajectories that it names, in that order."""
 
@@ -69,7 +85,16 @@ class MicroBatchMessage:
     trajectories: tuple[Trajectory, ...]
 
 
-MESSAGE_TYPES: tuple[type, ...] = (Hello, Heartbeat, RankFailed, Farewell, TrajectoryMessage, MicroBatchMessage)
+MESSAGE_TYPES: tuple[type, ...] = (
+    Hello,
+    Heartbeat,
+    RankFailed,
+    Farewell,
+    TrajectoryMessage,
+    PausedMessage,
+    ResumeMessage,
+    MicroBatchMessage,
+)
 
 
 def wire_codec(max_message_bytes: int) -> Codec:

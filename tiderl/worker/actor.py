@@ -64,7 +64,7 @@ class ActorWorker:
         if (resume_dir := self._context.resume_dir) is not None:
             await self._on_device("load", lambda: self._trainer.load(resume_dir / "trainer"))
         self.phase = "idle"
-        return RankJoined(self._context.rank, Role.ACTOR, self._trainer.version, kv_budget_tokens=0)
+        return RankJoined(self._context.rank, Role.ACTOR, self._trainer.version, 0, 0)
 
     def handle(self, message: Any) -> None:
         if isinstance(message, AbandonStep):

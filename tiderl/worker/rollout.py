@@ -1,8 +1,8 @@
 """The Rollout role: plays tasks with the engine, and takes new weights between two engine steps.
 
-Invariants (tests/integration/test_job.py):
+Invariants (tests/unit/test_rollout_worker.py, tests/integration/test_job.py):
 
-1. Every `StartTask` is answered once, with a trajectory or with a typed failure.
+1. Every `StartTask` and every `ResumeMessage` is answered once: with a trajectory, with the paused task, or with a typed failure.
 2. Generation goes on during and after a weight sync; only the sync itself keeps the engine from stepping.
 3. Weights that do not pass their checks never reach the engine; the rank says so in `SyncFinished`.
 
@@ -22,10 +22,10 @@ from tiderl.agent.loop import Chat, SessionSource, TaskPlayer
 from tiderl.config.schema import Config
 from tiderl.engines.base import Engine
 from tiderl.errors import TideError, WaitTimeout, WeightMismatch
-from tiderl.scheduling.actions import CancelTask, PrepareSync, StartSync, StartTask
-from tiderl.scheduling.events import RankJoined, SyncFinished, SyncReady, TaskFailed
-from tiderl.types import Role, TaskId, WeightVersion
-from tiderl.wire.messages import TrajectoryMessage
+from tiderl.scheduling.actions import CancelTask, PauseTask, PrepareSync, StartSync, StartTask
+from tiderl.scheduling.events import EngineLoad, RankJoined, SyncFinished, SyncReady, TaskFailed, TaskPaused
+from tiderl.types import PausedTask, Role, TaskId, Trajectory, WeightVersion
+from tiderl.wire.messages import PausedMessage, ResumeMessage, TrajectoryMessage
 from tiderl.worker.context import WorkerContext
 from tiderl.worker.sync import WeightReceiver, canary_ids
 
@@ -48,9 +48,9 @@ class RolloutWorker:
         self._receiver = WeightReceiver(context.sync_group, context.sync_leader, context.device)
         self._players: dict[TaskId, TaskPlayer] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._failed = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._syncing = False
-        self._num_blocks = 0
+        self._num_blocks = self._block_tokens = 0
         self.start_phase = "load"
 
     @property
@@ -64,24 +64,33 @@ class RolloutWorker:
     async def start(self) -> RankJoined:
         info = await asyncio.to_thread(self._engine.start)
         self.start_phase = ""
-        self._num_blocks = info.num_blocks
+        self._num_blocks, self._block_tokens = info.num_blocks, info.block_size_tokens
         logger.info("engine: %d KV blocks of %d tokens", info.num_blocks, info.block_size_tokens)
-        return RankJoined(self._context.rank, Role.ROLLOUT, WeightVersion(0), info.kv_cache_tokens)
+        rank = self._context.rank
+        return RankJoined(rank, Role.ROLLOUT, WeightVersion(0), self._num_blocks, self._block_tokens)
 
     async def run(self) -> None:
-        await self._failed
+        """Report the engine's load until something has failed; raises what it was."""
+        while True:
+            await asyncio.wait({self._failed}, timeout=self._context.config.timeouts.heartbeat_s)
+            if self._failed.done():
+                return self._failed.result()
+            self._context.emit(self._load())
 
     def handle(self, message: Any) -> None:
         if isinstance(message, StartTask):
-            player = TaskPlayer(
-                message, self._context.config, self._engine, self._sessions, self._chat, self._context.emit
-            )
-            self._players[message.task_id] = player
-            self._spawn(self._play(message.task_id, player))
-        elif isinstance(message, CancelTask):
-            player_or_none = self._players.get(message.task_id)
-            if player_or_none is not None:  # else its outcome is on the way already
-                player_or_none.cancel()
+            self._begin(message)
+        elif isinstance(message, ResumeMessage):
+            task = message.task
+            self._begin(StartTask(message.action.rank, task.task_id, task.group, task.attempt), task)
+        elif isinstance(message, PauseTask | CancelTask):
+            player = self._players.get(message.task_id)
+            if player is None:
+                return  # its outcome is on the way already
+            if isinstance(message, PauseTask):
+                player.pause()
+            else:
+                player.cancel()
         elif isinstance(message, PrepareSync):
             self._spawn(self._come_to_the_door(message.version))
         elif isinstance(message, StartSync):
@@ -96,6 +105,7 @@ class RolloutWorker:
         return {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
+            "held": stats.num_held,
             "used_blocks": stats.used_blocks,
             "num_blocks": self._num_blocks,
             "generated_tokens": stats.total_generated_tokens,
@@ -116,10 +126,39 @@ class RolloutWorker:
             logger.warning("the engine is left to the end of the process: %s", error)
         return total
 
+    def _load(self) -> EngineLoad:
+        stats = self._engine.stats()
+        return EngineLoad(
+            rank=self._context.rank,
+            used_tokens=stats.used_blocks * self._block_tokens,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            total_prefilled_tokens=stats.total_prefilled_tokens,
+            total_cached_tokens=stats.total_cached_tokens,
+            total_preemptions=stats.total_preemptions,
+        )
+
+    def _begin(self, order: StartTask, paused: PausedTask | None = None) -> None:
+        context = self._context
+        player = TaskPlayer(
+            order, context.config, self._engine, self._sessions, self._chat, context.emit, paused=paused
+        )
+        self._players[order.task_id] = player
+        self._spawn(self._play(order.task_id, player))
+
     async def _play(self, task_id: TaskId, player: TaskPlayer) -> None:
         outcome = await player.play()
         del self._players[task_id]
-        self._context.emit(outcome if isinstance(outcome, TaskFailed) else TrajectoryMessage(*outcome))
+        if isinstance(outcome, TaskFailed):
+            self._context.emit(outcome)
+            return
+        event, record = outcome
+        if isinstance(event, TaskPaused):
+            assert isinstance(record, PausedTask)
+            self._context.emit(PausedMessage(event, record))
+        else:
+            assert isinstance(record, Trajectory)
+            self._context.emit(TrajectoryMessage(event, record))
 
     async def _come_to_the_door(self, version: WeightVersion) -> None:
         """Ready means that the device thread answers: one that hangs would leave the others alone in the broadcast."""
