@@ -88,8 +88,9 @@ class Core:
                 self._handlers[type(event)](event, now_s)
             return ()
         actions = self._handlers[type(event)](event, now_s)
-        if not self.ended:
-            actions += self._decide(now_s)
+        # A decision may make room for another: until nothing follows any more.
+        while not self.ended and (more := self._decide(now_s)):
+            actions += more
         return tuple(actions)
 
     def next_deadline_s(self) -> float | None:
