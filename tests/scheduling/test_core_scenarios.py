@@ -81,16 +81,17 @@ def test_a_rank_that_does_not_join_ends_the_job_by_name() -> None:
 
 
 def test_a_task_that_no_kv_cache_holds_fails_with_the_numbers() -> None:
-    """Its context has grown to 12 + 9 tokens, the cache holds 20; its sibling goes on."""
+    """Its context has grown to 12 + 9 tokens, the cache holds 20; its sibling takes the room at once."""
     world = World(small_config(groups_per_step=1, max_staleness=0), kv_tokens=(20,))
     start(world)
     world.deliver(("turn_started", 0))
-    assert world.deliver(("turn_ended", 0), tokens=9) == (ac.CancelTask(Rank(1), TaskId(0)),)
-    actions = world.deliver(("cancelled", 0))
-    assert isinstance(actions[0], ac.Note) and actions[0].level == "warning"
+    cancelled, started = world.deliver(("turn_ended", 0), tokens=9)
+    assert cancelled == ac.CancelTask(Rank(1), TaskId(0))
+    assert isinstance(started, ac.StartTask) and started.task_id == 1
+    note = world.deliver(("cancelled", 0))[0]
+    assert isinstance(note, ac.Note) and note.level == "warning"
     for word in ("task 0", "never_fits", "21 tokens", "holds 20", "engine.kv_cache_tokens"):
-        assert word in actions[0].text
-    assert isinstance(actions[1], ac.StartTask) and actions[1].task_id == 1
+        assert word in note.text
     assert world.books["failed"] == 9 and world.core.rollout.num_failures == 1
 
 
