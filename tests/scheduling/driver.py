@@ -80,9 +80,8 @@ class Playing:
     pausing: bool = False
     context_tokens: int = PROMPT_TOKENS - 2
     generated_tokens: int = 0
-    #: Tokens that the rank's cache holds of it, and those of the open turn that are reported already.
+    #: Tokens that the rank's cache holds of it.
     held_tokens: int = 0
-    turn_tokens: int = 0
     versions: list[WeightVersion] = field(default_factory=list)
     num_turns: int = 0
 

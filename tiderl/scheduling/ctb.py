@@ -222,21 +222,21 @@ class ContinuousTaskBatching:
         """The first of the waiting tasks that the rank may take and has room for; without one it is closed."""
         pool = self.pools[asking]
         missing = self._max_context
-        # Most tries end here: what plays already has claims on all the room.
-        is_full = bool(pool.needs) and pool.room_tokens <= 0
-        if is_full:
+        if pool.needs and pool.room_tokens <= 0:
+            # Most tries end here: what plays already has claims on all the room.
             missing = -pool.room_tokens
-        for task, left in self._candidates(asking) if self._may_take(asking) and not is_full else ():
-            if self._never_fits(max(task.context_tokens, task.group.prompt_tokens or 0)):
-                self.forget(task)
-                return Decision("never_fits", task, asking)
-            need = self._need(task)
-            rank, shortfall = self._choose(asking, left, need)
-            if shortfall <= 0:
-                return self._admit(task, rank, need)
-            missing = min(missing, shortfall)
-            if task.kind is TaskKind.EVAL and need.context_tokens <= pool.budget_tokens:
-                break  # the rank runs empty for it
+        elif self._may_take(asking):
+            for task, left in self._candidates(asking):
+                if self._never_fits(max(task.context_tokens, task.group.prompt_tokens or 0)):
+                    self.forget(task)
+                    return Decision("never_fits", task, asking)
+                need = self._need(task)
+                rank, shortfall = self._choose(asking, left, need)
+                if shortfall <= 0:
+                    return self._admit(task, rank, need)
+                missing = min(missing, shortfall)
+                if task.kind is TaskKind.EVAL and need.context_tokens <= pool.budget_tokens:
+                    break  # the rank runs empty for it
         self._closed[asking] = max(missing, pool.budget_tokens // TRIES_PER_BUDGET)
         self._open_ranks.remove(asking)
         return None
