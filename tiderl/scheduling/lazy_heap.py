@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 EntryT = TypeVar("EntryT", bound=tuple[Any, ...])
 
-_FEW = 64
+_FEW = 16
 
 
 class LazyHeap(Generic[EntryT]):
