@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 EntryT = TypeVar("EntryT", bound=tuple[Any, ...])
 
-_FEW = 16
+_FEW = 64
 
 
 class LazyHeap(Generic[EntryT]):

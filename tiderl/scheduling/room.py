@@ -13,10 +13,12 @@ Source: paper §4.1.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 
-from tiderl.scheduling.lazy_heap import LazyHeap
 from tiderl.types import Rank
+
+_MAX_ENTRIES_PER_RANK = 4
 
 
 class RoomOrder:
@@ -24,9 +26,9 @@ class RoomOrder:
 
     def __init__(self, headroom: Callable[[Rank], int]) -> None:
         self._headroom = headroom
+        self._heap: list[tuple[int, Rank]] = []
         #: Negative headroom under which a rank stands in the heap; other entries of it are outdated.
         self._stands: dict[Rank, int] = {}
-        self._heap: LazyHeap[tuple[int, Rank]] = LazyHeap(lambda entry: self._stands.get(entry[1]) == entry[0])
 
     def __contains__(self, rank: Rank) -> bool:
         return rank in self._stands
@@ -37,7 +39,10 @@ class RoomOrder:
         if rank in self._stands and self._stands[rank] <= key:
             return
         self._stands[rank] = key
-        self._heap.push((key, rank))
+        heapq.heappush(self._heap, (key, rank))
+        if len(self._heap) > _MAX_ENTRIES_PER_RANK * len(self._stands) + _MAX_ENTRIES_PER_RANK:
+            self._heap = [(key, rank) for rank, key in self._stands.items()]
+            heapq.heapify(self._heap)
 
     def remove(self, rank: Rank) -> None:
         """The rank goes out; harmless if it is not in."""
@@ -45,11 +50,15 @@ class RoomOrder:
 
     def top(self) -> Rank | None:
         """The roomiest rank, or None if none is in."""
-        while (entry := self._heap.top()) is not None:
-            key, rank = entry
+        heap = self._heap
+        while heap:
+            key, rank = heap[0]
+            if self._stands.get(rank) != key:
+                heapq.heappop(heap)
+                continue
             now = -self._headroom(rank)
             if now == key:
                 return rank
             self._stands[rank] = now
-            self._heap.push((now, rank))
+            heapq.heapreplace(heap, (now, rank))
         return None
