@@ -78,7 +78,7 @@ class FakeEngine:
         pass
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, self.num_generated, self.num_prefilled, 0, 0)
+        return EngineStats(0, 0, 0, 0, self.num_generated, self.num_prefilled, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 async def play(engine: FakeEngine, rollout: RolloutConfig, num_blocks: int) -> RunResult:

@@ -76,7 +76,7 @@ class EngineStats:
     """Counters since the start (`total_`) and the present load.
 
     `prefilled` counts prompt tokens, and what a preemption or a weight update makes the engine compute again; `cached` those that
-    it did not have to compute. The hit rate is cached / (cached + prefilled).
+    it did not have to compute. The hit rate is cached / (cached + prefilled). Seconds are the job's (`tiderl.clock`).
     """
 
     num_running: int
@@ -89,6 +89,14 @@ class EngineStats:
     total_prefilled_tokens: int
     total_cached_tokens: int
     total_preemptions: int
+    total_steps: int
+    #: Sum, over all steps, of the tokens in the KV cache that its decoding requests read.
+    total_read_tokens: int
+    #: Seconds inside steps. A step that prefills and decodes is split in proportion to its tokens of either kind.
+    total_prefill_s: float
+    total_decode_s: float
+    #: Seconds that steps took beyond their schedule and that were never caught up: 0.0 unless time itself is emulated.
+    total_late_s: float
 
 
 class Engine(Protocol):

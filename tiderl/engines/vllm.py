@@ -1,203 +1,32 @@
-"""`VllmEngine`: the engine protocol over vLLM 0.32, in the rank's process. A device thread owns vLLM; this is its asyncio front.
+"""`VllmEngine`: the engine protocol over vLLM 0.32, in the rank's process.
 
-`device_thread.py` is the thread, `vllm_core.py` what runs on it, `vllm_world.py` keeps vLLM's hands off the host process,
-`vllm_setup.py` turns a `Config` into vLLM's arguments, `vllm_held.py` keeps blocks between turns, `vllm_scheduler.py` counts.
-
-Invariants beyond those of `base.py` (tests/conformance/test_engine.py):
-
-1. An idle engine sleeps. A step that produced tokens wakes each event loop once.
-2. When a step raises, every pending and every later call raises `EngineError` with the first error as its cause.
-3. A cancelled `generate` frees its request's blocks, those held before included.
-4. `shutdown` closes the engine and ends the thread, each within `timeouts.shutdown_s`, or raises `WaitTimeout`; calls that are
-   pending raise `EngineError`. It may be called twice.
+`threaded.py` is its asyncio front and its device thread, `vllm_core.py` what runs on it, `vllm_world.py` keeps vLLM's hands off the
+host process, `vllm_setup.py` turns a `Config` into vLLM's arguments, `vllm_held.py` keeps blocks between turns, `vllm_scheduler.py`
+counts.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from tiderl.config.schema import Config
-from tiderl.engines.base import EngineInfo, EngineStats, Generation, Sampling
-from tiderl.engines.device_thread import DeviceThread
+from tiderl.engines.threaded import ThreadedEngine
 from tiderl.errors import EngineError, TideError
-from tiderl.types import WeightVersion
 
 if TYPE_CHECKING:
-    import torch
-
-    from tiderl.engines.vllm_core import ActiveRequest, VllmCore
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
+    from tiderl.engines.vllm_core import ActiveRequest, VllmCore  # noqa: F401 - named in a string
 
 
-class VllmEngine:
-    """See `tiderl.engines.base.Engine`. `start` once, `shutdown` at the end; a new engine for a new start."""
+class VllmEngine(ThreadedEngine["ActiveRequest"]):
+    """See `tiderl.engines.base.Engine`."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._thread = DeviceThread("engine device thread", self._step)
-        self._started = False
-        self._core: VllmCore | None = None
-        #: Why nothing works any more; the first reason stays.
-        self._cause: BaseException | None = None
-
-    def start(self) -> EngineInfo:
-        if self._started:
-            raise EngineError("start was called before: an engine starts once, build a new one instead")
-        self._started = True
-        self._thread.start()
-        bound_s = self._config.timeouts.start_s
-        return self._thread.call(
-            self._build, timeout_s=bound_s, waited_for="the engine to start", setting="timeouts.start_s"
-        )
-
-    async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling, *, hold: bool = False
-    ) -> Generation:
-        core = self._usable_core()
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-
-        def on_end(generation: Generation | None, error: EngineError | None) -> None:
-            self._thread.resolve(future, generation, error)
-
-        request = core.new_request(request_id, prompt_token_ids, sampling, on_end, hold=hold)
-        self._thread.post(lambda: self._admit(request))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._post_to_core(lambda core: core.forget(request))
-            raise
-
-    def abort(self, request_id: str) -> None:
-        self._post_to_core(lambda core: core.abort(request_id))
-
-    def release(self, request_id: str, *, discard_from: int | None = None) -> None:
-        self._post_to_core(lambda core: core.release(request_id, discard_from))
-
-    async def submit(self, function: Callable[[], T]) -> T:
-        self._usable_core()
-        return await self._thread.submit(function)
-
-    def expected_weights(self) -> Mapping[str, tuple[int, ...]]:
-        return self._usable_core().expected_weights
-
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: WeightVersion) -> None:
-        core = self._core_here("update_weights")
-        staged = core.staged(weights)
-        try:
-            core.load(staged, version)
-        except Exception as error:  # half-loaded weights would generate nonsense without a sound
-            self._fail(error)
-            raise self._dead() from error
-
-    def score(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        core = self._core_here("score")
-        try:
-            return core.score(token_ids)
-        except TideError:
-            raise
-        except Exception as error:  # a step failed, as in `_step`
-            self._fail(error)
-            raise self._dead() from error
-
-    def stats(self) -> EngineStats:
-        return self._usable_core().stats()
-
-    def shutdown(self) -> None:
-        if not self._started or not self._thread.is_running():
-            return
-        bound_s, setting = self._config.timeouts.shutdown_s, "timeouts.shutdown_s"
-        try:
-            self._thread.call(self._close, timeout_s=bound_s, waited_for="the engine to close", setting=setting)
-        finally:
-            self._thread.stop(timeout_s=bound_s, setting=setting)
-
-    # Below: on the device thread.
-
-    def _build(self) -> EngineInfo:
+    def _make_core(self) -> VllmCore:
         from tiderl.engines.vllm_core import VllmCore
 
         try:
-            self._core = VllmCore(self._config)
+            return VllmCore(self._config)
         except TideError:
             raise
         except Exception as error:  # vLLM raises whatever went wrong inside it
             raise EngineError(
                 f"vLLM could not be built for model.path = {self._config.model.path!r}: {error}"
             ) from error
-        logger.info("engine started: %s", self._core.info)
-        return self._core.info
-
-    def _step(self) -> bool:
-        core = self._core
-        if core is None or not core.has_work:
-            return False
-        try:
-            core.step()
-        except Exception as error:  # noqa: BLE001 - vLLM's state is unknown after any error in a step
-            self._fail(error)
-        return core.has_work
-
-    def _admit(self, request: ActiveRequest) -> None:
-        if self._core is None or self._cause is not None:
-            request.on_end(None, self._dead())
-            return
-        try:
-            self._core.admit(request)
-        except Exception as error:  # noqa: BLE001 - as in `_step`
-            self._fail(error)
-
-    def _fail(self, cause: Exception) -> None:
-        """Remember why, and end every request with it."""
-        assert self._core is not None
-        if self._cause is None:
-            self._cause = cause
-            logger.error("the generation engine failed and takes no more requests", exc_info=cause)
-        self._core.fail_all(self._dead())
-
-    def _close(self) -> None:
-        core, self._core = self._core, None
-        if core is not None:
-            core.fail_all(self._dead())
-            core.close()
-
-    # Below: any thread.
-
-    def _dead(self) -> EngineError:
-        if self._cause is None:
-            return EngineError("the engine is not running: it was shut down, or start was not called")
-        error = EngineError(f"the engine has failed and takes no more requests; first error: {self._cause!r}")
-        error.__cause__ = self._cause
-        return error
-
-    def _usable_core(self) -> VllmCore:
-        if (core := self._core) is None or self._cause is not None:
-            raise self._dead()
-        return core
-
-    def _core_here(self, method: str) -> VllmCore:
-        if not self._thread.is_current():
-            raise EngineError(
-                f"{method} belongs on the device thread: await engine.submit(lambda: engine.{method}(...))"
-            )
-        return self._usable_core()
-
-    def _post_to_core(self, function: Callable[[VllmCore], None]) -> None:
-        """Let the device thread do something that only frees, unless by then nothing is left to be freed."""
-
-        def free() -> None:
-            if (core := self._core) is not None and self._cause is None:
-                function(core)
-
-        if self._core is not None:
-            with contextlib.suppress(EngineError):  # the thread has been stopped
-                self._thread.post(free)

@@ -83,6 +83,8 @@ class VllmCore:
         self._active: dict[str, ActiveRequest] = {}
         self._score_ids = itertools.count()
         self._total_generated_tokens = 0
+        self._total_steps = 0
+        self._total_prefill_s = self._total_decode_s = 0.0
         with world_of_one(), host_state_kept():
             vllm_setup.prepare_environment(config)
             model_config = vllm_setup.load_model_config(config)
@@ -159,12 +161,14 @@ class VllmCore:
 
     def step(self) -> None:
         """One engine step, at most one new token for every request that runs."""
+        began_s = time.monotonic()
         with self._random.active():
             outputs, executed = self._core.step_fn()
             self._core.post_step(model_executed=executed)
         if outputs:
             for output in outputs[0].outputs:
                 self._take(output)
+        self._time(time.monotonic() - began_s)
         self._stats = self._count()
 
     def staged(self, weights: Iterable[tuple[str, torch.Tensor]]) -> deque[tuple[str, torch.Tensor]]:
@@ -312,6 +316,16 @@ class VllmCore:
             else:
                 request.on_end(None, EngineError(f"vLLM ended request {request.request_id!r} with {finish!r}"))
 
+    def _time(self, step_s: float) -> None:
+        scheduler = self._core.scheduler
+        num_tokens = scheduler.step_prefill_tokens + scheduler.step_decodes
+        if num_tokens == 0:
+            return  # it scored, and nothing else
+        prefill_s = step_s * scheduler.step_prefill_tokens / num_tokens
+        self._total_steps += 1
+        self._total_prefill_s += prefill_s
+        self._total_decode_s += step_s - prefill_s
+
     def _count(self) -> EngineStats:
         scheduler = self._core.scheduler
         num_running, num_waiting = scheduler.get_request_counts()
@@ -324,6 +338,11 @@ class VllmCore:
             total_prefilled_tokens=scheduler.total_prefilled_tokens,
             total_cached_tokens=scheduler.total_cached_tokens,
             total_preemptions=scheduler.total_preemptions,
+            total_steps=self._total_steps,
+            total_read_tokens=scheduler.total_read_tokens,
+            total_prefill_s=self._total_prefill_s,
+            total_decode_s=self._total_decode_s,
+            total_late_s=0.0,
         )
 
 

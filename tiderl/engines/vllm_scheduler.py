@@ -30,6 +30,10 @@ class MeteredScheduler(HoldingScheduler):
         self.total_prefilled_tokens = 0
         self.total_cached_tokens = 0
         self.total_preemptions = 0
+        self.total_read_tokens = 0
+        #: Tokens that the newest step prefills, and requests that it decodes.
+        self.step_prefill_tokens = 0
+        self.step_decodes = 0
         self.unmetered: set[str] = set()
 
     @property
@@ -46,15 +50,18 @@ class MeteredScheduler(HoldingScheduler):
         return output
 
     def _meter(self, output: SchedulerOutput) -> None:
-        prefilled = 0
+        self.step_prefill_tokens = self.step_decodes = 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in self.unmetered:
                 continue
             request = self.requests[request_id]
             # `num_computed_tokens` already includes this step.
             decodes = request.num_output_tokens > 0 and request.num_computed_tokens >= request.num_tokens
-            prefilled += num_tokens - decodes
-        self.total_prefilled_tokens += prefilled
+            self.step_prefill_tokens += num_tokens - decodes
+            if decodes:
+                self.step_decodes += 1
+                self.total_read_tokens += request.num_tokens
+        self.total_prefilled_tokens += self.step_prefill_tokens
         for new in output.scheduled_new_reqs:
             if new.req_id not in self.unmetered:
                 self.total_cached_tokens += new.num_computed_tokens
