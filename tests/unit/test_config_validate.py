@@ -14,6 +14,11 @@ from tiderl.errors import ConfigError
 GOOD = overlay(Config(), {"model": {"path": "models/x"}, "env": {"urls": ["http://127.0.0.1:8300"]}})
 
 
+EMULATED = {
+    "engine.kind": "emulated", "trainer.kind": "emulated", "checkpoint.export_hf": False, "model.path": "",
+}  # fmt: skip
+
+
 def changed(changes: dict[str, Any]) -> Config:
     """`GOOD` with settings by dotted path; a value that no file could hold (NaN) passes too."""
     tree = to_dict(GOOD)
@@ -40,6 +45,8 @@ def test_the_defaults_pass_with_a_model_a_server_and_two_ranks() -> None:
         {"loss.old_log_probs": "trainer", "loss.tis_cap": 2.0},
         {"optim.lr": 0, "optim.betas": [0, 0.999]},
         {"model.max_context_tokens": 16384},
+        EMULATED,
+        EMULATED | {"emulate.time_scale": 0.25},
         {"agent.max_new_tokens": 8191},
     ],
     ids=str,
@@ -53,6 +60,14 @@ def test_the_edge_of_what_is_right_passes(changes: dict[str, Any]) -> None:
     [
         ({"roles.num_actors": 0}, "roles.num_actors", "must be at least 1, got 0"),
         ({"roles.num_actors": 8}, "roles.num_actors", "8 of 8 ranks leave none for rollout; use at most 7"),
+        ({"engine.kind": "emulated"}, "trainer.kind", 'set both to "emulated", or neither'),
+        ({"trainer.kind": "emulated"}, "trainer.kind", 'set both to "emulated", or neither'),
+        ({"emulate.time_scale": 2.0}, "emulate.time_scale", "real backends take real time; leave it at 1"),
+        (EMULATED | {"emulate.time_scale": 0.0}, "emulate.time_scale", "must be above 0, got 0"),
+        (EMULATED | {"checkpoint.export_hf": True}, "checkpoint.export_hf", "set it to false"),
+        (EMULATED | {"emulate.hardware": ""}, "emulate.hardware", "is empty; give a profile"),
+        (EMULATED | {"emulate.model": ""}, "emulate.model", "is empty; give a profile"),
+        ({"run.prometheus_port": 65536}, "run.prometheus_port", "at least 0 and at most 65535"),
         ({"train.group_size": 1}, "train.group_size", "must be at least 2, got 1"),
         ({"train.steps": 0}, "train.steps", "must be at least 1"),
         ({"agent.temperature": 0}, "agent.temperature", "must be above 0, got 0"),

@@ -27,7 +27,7 @@ FLOORS = (
     ("rl", "wire", "profiles"),
     ("scheduling",),
     ("config",),
-    ("types", "errors"),
+    ("types", "errors", "clock"),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
@@ -66,9 +66,11 @@ WITHOUT_TORCH = (
     "tiderl.coordinator.server",
     "tiderl.coordinator.replay",
     "tiderl.engines.base",
+    "tiderl.engines.emulated",
     "tiderl.envs.client",
     "tiderl.envs.server",
     "tiderl.launch",
+    "tiderl.profiles.files",
     "tiderl.scheduling.core",
     "tiderl.trainers.base",
     "tiderl.trainers.model_folder",

@@ -46,6 +46,10 @@ def _roles(config: Config, world_size: int) -> list[tuple[str, str]]:
     else:
         rows.append(("ref", "none (loss.kl_weight is 0)"))
     rows.append(("environment", f"{config.env.name} at {', '.join(config.env.urls)}"))
+    if config.engine.kind == "emulated":
+        emulate = config.emulate
+        what = f"{emulate.model} on {emulate.hardware}, {emulate.time_scale:g} emulated s in a real one"
+        rows.append(("emulated", f"all compute: {what}"))
     return rows
 
 

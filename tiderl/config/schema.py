@@ -25,6 +25,10 @@ class RunConfig:
     """Run folder (its newest checkpoint) or checkpoint folder to go on from. Empty: start anew."""
     console: Literal["auto", "line", "off"] = "auto"
     """Progress on rank 0: `auto` draws a bar on a terminal and prints lines elsewhere; `line` always prints lines."""
+    prometheus_port: int = 0
+    """Port on which rank 0's coordinator serves its metrics for Prometheus. 0: none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of that port. The metrics are served in the clear, and hold numbers only."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    kind: Literal["vllm"] = "vllm"
-    """Generation engine."""
+    kind: Literal["vllm", "emulated"] = "vllm"
+    """Generation engine. `emulated`: takes the time that the profiles in [emulate] say, and computes nothing."""
     kv_cache_tokens: int = 0
     """Size of the KV cache in tokens. 0: what the engine finds (on a GPU, by `gpu_memory_share`)."""
     block_size: int = 32
@@ -130,8 +134,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    kind: Literal["fsdp"] = "fsdp"
-    """Training backend."""
+    kind: Literal["fsdp", "emulated"] = "fsdp"
+    """Training backend. `emulated`: as `engine.kind`; the two go together."""
     max_micro_batch_tokens: int = 16384
     """Most tokens in one micro-batch of one actor; the longest trajectory must fit."""
     checkpoint_head: bool = True
@@ -211,6 +215,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class EmulateConfig:
+    hardware: str = "configs/profiles/h100_sxm.toml"
+    """Profile of the GPU that every rank is taken to have."""
+    model: str = "configs/profiles/qwen2.5_7b.toml"
+    """Profile of the model that is taken to be trained."""
+    time_scale: float = 1.0
+    """Emulated seconds that pass in a real one. The job's clock counts emulated seconds, and so do the scheduler's bounds
+    (`start_s`, `sync_s`, `step_s`, `eval.max_wait_s`, `rollout.task_timeout_s`). The environment server must have the same."""
+
+
+@dataclass(frozen=True)
 class TimeoutsConfig:
     start_s: float = 600.0
     """From the start of a rank until it has joined (model loaded, engine built)."""
@@ -263,5 +278,6 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     wire: WireConfig = field(default_factory=WireConfig)

@@ -28,6 +28,7 @@ def validate(config: Config, world_size: int) -> None:
     _check_environment(config)
     _check_lengths(config)
     _check_loss(config)
+    _check_emulation(config)
     _check_waits(config)
 
 
@@ -61,6 +62,7 @@ _OPEN_SHARE = _Range(0, 1, has_high=False)
 #: Every number of the schema; a test holds that none is left out.
 _RANGES = {
     "run.seed": _NOT_NEGATIVE,
+    "run.prometheus_port": _Range(0, 65535),
     "model.max_context_tokens": _Range(2),
     "roles.num_actors": _ONE_OR_MORE,
     "env.num_tasks": _NOT_NEGATIVE,
@@ -110,6 +112,7 @@ _RANGES = {
     "wire.max_message_bytes": _Range(1024 * 1024),
     "wire.sync_bucket_bytes": _Range(1024),
     "wire.canary_tolerance": _NOT_NEGATIVE,
+    "emulate.time_scale": _POSITIVE,
     "timeouts.start_s": _POSITIVE,
     "timeouts.heartbeat_s": _POSITIVE,
     "timeouts.lost_s": _POSITIVE,
@@ -182,7 +185,7 @@ def _url_problem(url: str) -> str:
 
 def _check_lengths(config: Config) -> None:
     context, new = config.model.max_context_tokens, config.agent.max_new_tokens
-    if not config.model.path:
+    if not config.model.path and config.engine.kind != "emulated":
         raise ConfigError("model.path", "is empty; give a Hugging Face model folder")
     if new >= context:
         raise ConfigError(
@@ -217,6 +220,26 @@ def _check_loss(config: Config) -> None:
             'corrects trainer against engine log-probs, but both are the engine\'s here; set loss.old_log_probs = "trainer", '
             "or 0",
         )
+
+
+def _check_emulation(config: Config) -> None:
+    if (config.engine.kind == "emulated") != (config.trainer.kind == "emulated"):
+        raise ConfigError(
+            "trainer.kind",
+            f"{config.trainer.kind!r} with engine.kind {config.engine.kind!r}: emulated backends have no weights to exchange "
+            'with real ones; set both to "emulated", or neither',
+        )
+    if config.engine.kind != "emulated":
+        if config.emulate.time_scale != 1.0:
+            raise ConfigError(
+                "emulate.time_scale", f"{config.emulate.time_scale:g}, but real backends take real time; leave it at 1"
+            )
+        return
+    for name in ("hardware", "model"):
+        if not getattr(config.emulate, name):
+            raise ConfigError(f"emulate.{name}", "is empty; give a profile, such as one of configs/profiles/")
+    if config.checkpoint.export_hf:
+        raise ConfigError("checkpoint.export_hf", "an emulated trainer has no weights to export; set it to false")
 
 
 def _check_waits(config: Config) -> None:
