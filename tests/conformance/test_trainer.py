@@ -33,8 +33,8 @@ PlainMicroBatch = dict[str, Any]
 class Actors:
     """The processes of one world. `run` sends a command to all and returns their answers by rank."""
 
-    def __init__(self, world_size: int, folder: Path) -> None:
-        script = Path(__file__).with_name("actor_process.py")
+    def __init__(self, world_size: int, folder: Path, script_name: str = "actor_process.py") -> None:
+        script = Path(__file__).with_name(script_name)
         root = str(Path(__file__).parents[2])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "HF_HUB_OFFLINE": "1"}
         self.world_size = world_size
