@@ -39,11 +39,12 @@ class Scripted:
             f"seed {seed} {options.get('word', '')}",
             Observation("0", (ImagePart(b"\x00png", "image/png"),)),
             "scripted",
+            options.get("delay_s", 0.0),
         )
 
     def step(self, action: str) -> Stepped:
         self._num_steps += 1
-        text = str(self._num_steps)
+        text, delay_s = str(self._num_steps), 0.0
         match action.split():
             case ["crash"]:
                 raise RuntimeError("told to crash")
@@ -55,11 +56,14 @@ class Scripted:
                 return None  # type: ignore[return-value]
             case ["sleep", seconds]:
                 time.sleep(float(seconds))
+            case ["delay", seconds]:
+                delay_s = float(seconds)
             case ["print"]:
                 print("an environment prints")
             case ["pid"]:
                 text = str(os.getpid())
-        return Stepped(Observation(text), float(self._num_steps), action == "finish", action == "finish")
+        done = action == "finish"
+        return Stepped(Observation(text), float(self._num_steps), done, done, delay_s)
 
     def close(self) -> None:
         pass

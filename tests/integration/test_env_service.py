@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from tests.integration.env_caller import Caller, advance_clock, kind, serving
 from tests.integration.scripted_env import NAME
 from tiderl.envs import latency
+from tiderl.envs.workers import Worker
 
 
 @pytest.fixture
@@ -181,17 +184,110 @@ async def test_no_lease_runs_while_a_request_is_long(monkeypatch: pytest.MonkeyP
 
 async def test_injected_latency_is_the_turns_own_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(latency="lognormal:0.04,1.0,0.3", latency_seed=5) as caller:
-        slept: list[float] = []
-        both_wait = asyncio.Event()
-
-        async def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            if len(slept) == 2:  # the only worker has played both turns, though neither has been answered
-                both_wait.set()
-            await both_wait.wait()
-
-        monkeypatch.setattr(caller.server.service, "_sleep", sleep)
         first, second = await caller.session(), await caller.session()
+        slept = hold_until_slept(caller, monkeypatch, 2)  # the only worker plays both turns, though neither is answered
         answers = await asyncio.gather(*(caller.step(session, 0) for session in (first, second)))
         assert [status for status, _ in answers] == [200, 200]
         assert slept == [latency.parse("lognormal:0.04,1.0,0.3", 5).delay_s(0, 0)] * 2
+
+
+async def test_an_environments_delay_comes_on_top_of_the_latency_and_blocks_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(latency="constant:0.5") as caller:
+        slept = hold_until_slept(caller, monkeypatch, 2)
+        starts = await asyncio.gather(*(caller.start(options={"delay_s": seconds}) for seconds in (20.0, 30.0)))
+        assert sorted(slept) == [20.0, 30.0]
+        # The client sees it pass, and isn't told.
+        assert all(set(started) & {"delay_s"} == set() for _, started in starts)
+        slept = hold_until_slept(caller, monkeypatch, 2)
+        steps = (
+            caller.step(started["session_id"], 0, f"delay {seconds}")
+            for (_, started), seconds in zip(starts, (2.0, 3.0), strict=True)
+        )
+        answers = await asyncio.gather(*steps)
+        assert sorted(slept) == [2.5, 3.5]
+        assert [status for status, _ in answers] == [200, 200]
+        assert all("delay_s" not in stepped for _, stepped in answers)
+
+
+async def test_env_s_and_the_lease_count_a_delay_as_the_environments_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(lease_s=10.0) as caller:
+        advance = advance_clock(caller, monkeypatch)
+
+        async def sleep(seconds: float) -> None:
+            advance(seconds)  # and reaps
+
+        monkeypatch.setattr(caller.server.service, "_sleep", sleep)
+        session_id = await caller.session(delay_s=50.0)
+        status, stepped = await caller.step(session_id, 0, "delay 40")
+        assert (status, stepped["env_s"]) == (200, 40.0)
+        assert caller.server.service._table.num_active == 1
+
+
+async def test_a_session_that_is_paused_or_ended_in_its_delay_is_answered_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as caller:
+        paused, ended = await caller.session(), await caller.session()
+        waiting, goes_on = asyncio.Semaphore(0), asyncio.Event()
+
+        async def sleep(seconds: float) -> None:
+            waiting.release()
+            await goes_on.wait()
+
+        monkeypatch.setattr(caller.server.service, "_sleep", sleep)
+        steps = [asyncio.create_task(caller.step(session, 0, "delay 7")) for session in (paused, ended)]
+        for _ in steps:
+            await waiting.acquire()
+        assert await caller.post("/pause", session_id=paused) == (200, {})
+        assert await caller.post("/end", session_id=ended) == (200, {})
+        goes_on.set()
+        assert [(await step)[0] for step in steps] == [200, 200]
+        assert (await caller.get("/capacity"))[1]["paused"] == 1
+        assert kind(await caller.step(ended, 1)) == (404, "unknown_session", True)
+        assert (await caller.step(paused, 1))[1]["observation"]["text"] == "2"
+
+
+async def test_a_start_whose_worker_is_lost_in_its_delay_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as caller:
+
+        async def sleep(seconds: float) -> None:
+            monkeypatch.undo()
+            os.kill(caller.server.pool.pids[0], signal.SIGKILL)
+            await lost.wait()
+
+        lost, told = asyncio.Event(), caller.server.pool.on_lost
+
+        def on_lost(worker: Worker) -> None:
+            told(worker)
+            lost.set()
+
+        caller.server.pool.on_lost = on_lost
+        monkeypatch.setattr(caller.server.service, "_sleep", sleep)
+        assert kind(await caller.start(request_id="same", options={"delay_s": 1.0})) == (503, "unavailable", True)
+        assert (await caller.get("/capacity"))[1]["active"] == 0
+
+
+@pytest.mark.parametrize("delay_s", ["nan", "inf", "-1", "120.5"])
+async def test_a_delay_that_nobody_would_wait_for_is_the_environments_failure(caller: Caller, delay_s: str) -> None:
+    session_id = await caller.session()
+    answer = await caller.step(session_id, 0, f"delay {delay_s}")
+    assert kind(answer) == (424, "env_error", False)
+    assert "delay_s" in answer[1]["error"]["message"]
+    assert (await caller.get("/capacity"))[1]["active"] == 0
+
+
+def hold_until_slept(caller: Caller, monkeypatch: pytest.MonkeyPatch, count: int) -> list[float]:
+    """The seconds that the service sleeps, none of which passes before `count` sleeps are under way."""
+    slept: list[float] = []
+    all_sleep = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == count:
+            all_sleep.set()
+        await all_sleep.wait()
+
+    monkeypatch.setattr(caller.server.service, "_sleep", sleep)
+    return slept

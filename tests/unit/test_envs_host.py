@@ -13,6 +13,7 @@ from tiderl.envs.host import EnvironmentHost, read_frame, write_frame
 from tiderl.envs.protocol import Observation, Started, Stepped
 
 closed: list[str] = []
+WAITS = {"max_delay_s": 5.0}
 
 
 class Puppet:
@@ -49,10 +50,12 @@ class Puppet:
 def host_with(options: Mapping[str, Any]) -> tuple[EnvironmentHost, dict[str, Any]]:
     closed.clear()
     host = EnvironmentHost(Puppet)
-    return host, host.handle({"op": "start", "session_id": "s", "split": "train", "seed": 0, "options": options})
+    return host, host.handle(
+        {"op": "start", "session_id": "s", "split": "train", "seed": 0} | WAITS | {"options": options}
+    )
 
 
-STEP = {"op": "step", "session_id": "s", "action": "a"}
+STEP = {"op": "step", "session_id": "s", "action": "a"} | WAITS
 BAD_OBSERVATION = Observation(None)  # type: ignore[arg-type]
 
 
@@ -64,6 +67,8 @@ BAD_OBSERVATION = Observation(None)  # type: ignore[arg-type]
         (None, "env_error"),
         (Started("i", BAD_OBSERVATION, "t"), "env_error"),
         (Started(3, Observation("o"), "t"), "env_error"),  # type: ignore[arg-type]
+        (Started("i", Observation("o"), "t", 5.1), "env_error"),
+        (Started("i", Observation("o"), "t", "long"), "env_error"),  # type: ignore[arg-type]
     ],
 )
 def test_a_bad_start(answer: object, kind: str) -> None:
@@ -75,7 +80,8 @@ def test_a_bad_start(answer: object, kind: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [ValueError("x"), KeyError("x"), None, Stepped(BAD_OBSERVATION, 1.0, False, False)]
-    + [Stepped(Observation("o"), reward, False, False) for reward in (float("nan"), float("inf"), None, "high")],  # type: ignore[arg-type]
+    + [Stepped(Observation("o"), reward, False, False) for reward in (float("nan"), float("inf"), None, "high")]  # type: ignore[arg-type]
+    + [Stepped(Observation("o"), 1.0, False, False, delay_s) for delay_s in (float("nan"), -0.1, 5.1, None)],  # type: ignore[arg-type]
 )
 def test_a_bad_step(answer: object) -> None:
     host, started = host_with({"step": answer})
@@ -90,6 +96,19 @@ def test_numpys_numbers_become_plain() -> None:
     stepped = host.handle(STEP)
     assert [type(stepped[name]) for name in ("reward", "done", "success")] == [float, bool, bool]
     assert (stepped["reward"], stepped["done"], stepped["success"]) == (0.5, True, False)
+
+
+def test_a_delay_stands_beside_the_answer() -> None:
+    host, started = host_with(
+        {
+            "start": Started("i", Observation("o"), "t", np.float32(0.5)),  # type: ignore[arg-type]
+            "step": Stepped(Observation("o"), 1.0, False, False, 5),
+        }
+    )
+    assert started["delay_s"] == 0.5
+    assert host.handle(STEP)["delay_s"] == 5.0
+    host, started = host_with({})
+    assert (started["delay_s"], host.handle(STEP)["delay_s"]) == (0.0, 0.0)
 
 
 def test_a_close_that_fails_is_logged_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:

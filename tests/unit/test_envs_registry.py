@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 from tiderl.envs.builtin.shop import Shop
-from tiderl.envs.registry import resolve
+from tiderl.envs.registry import BUILTIN, resolve
 from tiderl.errors import UserError
 
 
 def test_a_built_in() -> None:
     assert resolve("shop") is Shop
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_every_built_in_has_its_class(name: str) -> None:
+    assert resolve(name).__module__.startswith("tiderl.envs.builtin.")
 
 
 def test_a_class_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +34,11 @@ def test_a_class_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", "babyai, shop"),
-        ("webshop", "there is no environment 'webshop'.*babyai, shop.*module:Class"),
-        ("module:", "babyai, shop"),
-        (":Class", "babyai, shop"),
-        ("no_such_module:Class", "cannot import no_such_module.*babyai, shop"),
+        ("", "babyai, emulated-alfworld"),
+        ("webshop", "there is no environment 'webshop'.*babyai, .*emulated-webshop, shop.*module:Class"),
+        ("module:", "babyai, emulated-alfworld"),
+        (":Class", "babyai, emulated-alfworld"),
+        ("no_such_module:Class", "cannot import no_such_module.*babyai, .*shop"),
         ("tiderl.errors:Nothing", "no class Nothing"),
         ("tiderl.envs.registry:resolve", "no class resolve"),
         ("tiderl.errors:UserError", "UserError lacks start, step, close, num_tasks, task_type"),
@@ -47,6 +52,7 @@ def test_what_does_not_resolve(name: str, words: str) -> None:
 def test_importing_server_client_and_shop_loads_no_torch() -> None:
     program = (
         "import sys; from tiderl.envs import client, server; from tiderl.envs.registry import resolve; resolve('shop');"
+        "resolve('emulated-text');"
         "print([m for m in ('torch', 'vllm', 'transformers', 'minigrid', 'tiderl.envs.builtin.babyai') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -7,7 +7,8 @@ Invariants (tests/unit/test_envs_host.py, tests/integration/test_env_server.py):
 
 1. Whatever an environment raises becomes an error answer, never a reward; a `ValueError` of `start` is the client's mistake,
    everything else the environment's. Its session is closed.
-2. An answer that is not what the protocol promises (a reward that is NaN, say) is an error of the environment too.
+2. An answer that is not what the protocol promises (a reward that is NaN, a delay beyond `max_delay_s`) is an error of the
+   environment too.
 3. The process ends when its parent does, even in the middle of a call: at the end of the socket, and by PR_SET_PDEATHSIG.
 """
 
@@ -59,12 +60,17 @@ class EnvironmentHost:
         return sizes
 
     def handle(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Do one call: `op` is start, step, end or task_types. The answer is the environment's, or a refusal's JSON."""
+        """Do one call: `op` is start, step, end or task_types. The answer is the environment's, or a refusal's JSON.
+
+        Answers to start and step say beside it how long the server is to wait (`delay_s`), at most the call's `max_delay_s`.
+        """
         match call["op"]:
             case "start":
-                return self._start(call["session_id"], call["split"], call["seed"], call["options"])
+                return self._start(
+                    call["session_id"], call["split"], call["seed"], call["options"], call["max_delay_s"]
+                )
             case "step":
-                return self._step(call["session_id"], call["action"])
+                return self._step(call["session_id"], call["action"], call["max_delay_s"])
             case "end":
                 self._close(call["session_id"])
                 return {}
@@ -76,7 +82,9 @@ class EnvironmentHost:
         for session_id in list(self._environments):
             self._close(session_id)
 
-    def _start(self, session_id: str, split: str, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _start(
+        self, session_id: str, split: str, seed: int, options: Mapping[str, Any], max_delay_s: float
+    ) -> dict[str, Any]:
         # Environments are foreign code: here, and in _step and _close, any exception is theirs and must not end the process.
         try:
             environment = self._class()
@@ -84,16 +92,18 @@ class EnvironmentHost:
             return self._failed(session_id, "its constructor", error)
         self._environments[session_id] = environment
         try:
-            return payload.started_to_json(_checked_start(environment.start(split, seed, options)))
+            started = _checked_start(environment.start(split, seed, options))
+            return payload.started_to_json(started) | {"delay_s": _checked_delay(started, max_delay_s)}
         except ValueError as error:
             self._close(session_id)
             return payload.Refusal(ErrorKind.BAD_REQUEST, f"start({split!r}, {seed}): {error}").to_json()
         except Exception as error:  # noqa: BLE001 - foreign code
             return self._failed(session_id, f"start({split!r}, {seed})", error)
 
-    def _step(self, session_id: str, action: str) -> dict[str, Any]:
+    def _step(self, session_id: str, action: str, max_delay_s: float) -> dict[str, Any]:
         try:
-            return payload.stepped_to_json(_checked_step(self._environments[session_id].step(action)))
+            stepped = _checked_step(self._environments[session_id].step(action))
+            return payload.stepped_to_json(stepped) | {"delay_s": _checked_delay(stepped, max_delay_s)}
         except Exception as error:  # noqa: BLE001 - foreign code
             return self._failed(session_id, "step", error)
 
@@ -142,7 +152,19 @@ def _checked_step(stepped: Stepped) -> Stepped:
     reward = float(stepped.reward)
     if not math.isfinite(reward):
         raise BadEnvironment(f"the reward is {reward}")
-    return Stepped(stepped.observation, reward, bool(stepped.done), bool(stepped.success))
+    return Stepped(stepped.observation, reward, bool(stepped.done), bool(stepped.success), stepped.delay_s)
+
+
+def _checked_delay(answer: Started | Stepped, max_delay_s: float) -> float:
+    try:
+        delay_s = float(answer.delay_s)
+    except (TypeError, ValueError) as error:  # of `start`, a ValueError would be taken for the client's mistake
+        raise BadEnvironment(f"delay_s is {answer.delay_s!r}, not a number") from error
+    if not 0.0 <= delay_s <= max_delay_s:  # NaN neither
+        raise BadEnvironment(
+            f"delay_s is {delay_s:g}; it must be between 0 and the server's step timeout, {max_delay_s:g} s (--step-timeout-s)"
+        )
+    return delay_s
 
 
 def _check_observation(observation: Observation) -> None:

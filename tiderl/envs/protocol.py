@@ -39,6 +39,8 @@ class Started:
     instruction: str
     observation: Observation
     task_type: str
+    #: Seconds that the server waits before it answers: how an environment stands in for a slower one. Not part of the answer.
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Stepped:
     reward: float
     done: bool
     success: bool
+    #: As in `Started`.
+    delay_s: float = 0.0
 
 
 class Environment(Protocol):

@@ -19,6 +19,12 @@ from tiderl.errors import UserError
 
 BUILTIN: dict[str, str] = {
     "babyai": "tiderl.envs.builtin.babyai:BabyAI",
+    "emulated-alfworld": "tiderl.envs.builtin.emulated:EmulatedAlfWorld",
+    "emulated-osworld": "tiderl.envs.builtin.emulated:EmulatedOSWorld",
+    "emulated-scienceboard": "tiderl.envs.builtin.emulated:EmulatedScienceBoard",
+    "emulated-text": "tiderl.envs.builtin.emulated:EmulatedText",
+    "emulated-trace": "tiderl.envs.builtin.emulated:EmulatedTrace",
+    "emulated-webshop": "tiderl.envs.builtin.emulated:EmulatedWebShop",
     "shop": "tiderl.envs.builtin.shop:Shop",
 }
 

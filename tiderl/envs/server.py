@@ -28,6 +28,7 @@ from aiohttp import web
 
 from tiderl.envs import latency
 from tiderl.envs.auth import check_bind, read_token
+from tiderl.envs.registry import BUILTIN
 from tiderl.envs.service import EnvService
 from tiderl.envs.session import SessionTable
 from tiderl.envs.workers import WorkerPool
@@ -178,7 +179,7 @@ def serve(config: EnvServerConfig) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tiderl env serve`."""
     default = EnvServerConfig("")
-    parser.add_argument("env", metavar="NAME", help="babyai, shop, or module:Class of your own")
+    parser.add_argument("env", metavar="NAME", help=f"{', '.join(sorted(BUILTIN))}, or module:Class of your own")
     parser.add_argument("--host", default=default.host, help="address to listen on; others than loopback need a token")
     parser.add_argument("--port", type=int, default=default.port, help="0: any free port")
     parser.add_argument(

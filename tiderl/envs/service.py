@@ -6,7 +6,8 @@ loses nothing, and its next attempt, under the same request id, waits for the sa
 Invariants (tests/integration/test_env_service.py):
 
 1. A request id is played once, however often and however concurrently it arrives.
-2. Environment code never runs here, and a step's injected latency blocks no worker and no other session.
+2. Environment code never runs here. Injected latency, and the delay that an environment asks for beside its answer, block no
+   worker and no other session; clients aren't told of either, they see them pass.
 3. An environment's failure is an error, never a reward; it ends the session. So does the loss of its worker.
 4. Without the token nothing but `/health` is answered.
 
@@ -203,13 +204,21 @@ class EnvService:
             if worker is None:
                 raise Refusal(ErrorKind.UNAVAILABLE, "all workers are lost and are being replaced")
             session_id = secrets.token_hex(8)
-            message = {"op": "start", "session_id": session_id, "split": wanted.split, "seed": wanted.seed}
+            message = {
+                "op": "start",
+                "session_id": session_id,
+                "split": wanted.split,
+                "seed": wanted.seed,
+                "options": {**self._options, **wanted.options},
+                "max_delay_s": self._step_timeout_s,
+            }
             worker.num_sessions += 1
             try:
-                started = await worker.call(
-                    message | {"options": {**self._options, **wanted.options}}, self._step_timeout_s
-                )
+                started = await worker.call(message, self._step_timeout_s)
                 _raise_if_failed(started)
+                await self._sleep(started.pop("delay_s"))
+                if worker.lost:  # meanwhile, and with it the environment
+                    raise WorkerLost(worker.lost)
             except BaseException:
                 worker.num_sessions -= 1
                 raise
@@ -227,10 +236,15 @@ class EnvService:
     async def _play(self, session: EnvSession, wanted: ActionRequest, began_s: float) -> Fields:
         session.num_in_progress += 1
         try:
-            message = {"op": "step", "session_id": session.session_id, "action": wanted.action}
+            message = {
+                "op": "step",
+                "session_id": session.session_id,
+                "action": wanted.action,
+                "max_delay_s": self._step_timeout_s,
+            }
             stepped = await session.worker.call(message, self._step_timeout_s)
             _raise_if_failed(stepped)
-            await self._sleep(self._latency.delay_s(session.seed, wanted.turn))
+            await self._sleep(stepped.pop("delay_s") + self._latency.delay_s(session.seed, wanted.turn))
         except WorkerLost as error:
             lost = Refusal(ErrorKind.WORKER_LOST, str(error))
             self._table.depart(session, lost)
