@@ -31,6 +31,7 @@ from tiderl.config.schema import Config
 from tiderl.config.validate import validate
 from tiderl.coordinator.checkpoints import find_checkpoint
 from tiderl.errors import TideError, UserError, WaitTimeout
+from tiderl.profiles.files import load as load_profiles
 from tiderl.trainers.model_folder import check_model_folder, num_parameters
 from tiderl.wire.job import Job
 
@@ -50,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = loaded.config
         world_size = _world_size(loaded)
         validate(config, world_size)
-        check_model_folder(config.model.path)
+        size = _checked_model_size(config)
         if loaded.dry_run:
             if rank == 0:
-                print(describe(config, world_size, num_parameters(config.model.path)))
+                print(describe(config, world_size, size))
             return 0
         resume_dir = find_checkpoint(Path(config.run.resume)) if config.run.resume else None
         return _run(loaded, rank, world_size, resume_dir)
@@ -63,6 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TideError as error:
         _complain(str(error), rank)
         return 1
+
+
+def _checked_model_size(config: Config) -> int:
+    """The model's number of parameters. Raises `UserError` where its folder, or the profiles that stand for it, cannot be used."""
+    if config.engine.kind == "emulated":
+        return load_profiles(config.emulate.hardware, config.emulate.model).num_parameters
+    check_model_folder(config.model.path)
+    return num_parameters(config.model.path)
 
 
 def _world_size(loaded: LoadedConfig) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tiderl.agent.loop import TaskPlayer
+from tiderl.clock import JobClock
 from tiderl.config.schema import Config
 from tiderl.engines.base import Engine, EngineInfo, Generation, Sampling
 from tiderl.envs.protocol import Observation, Started, Stepped
@@ -244,7 +245,7 @@ class Replay:
                     self._inbox.put_nowait(ev.SyncFinished(rank, action.version, True, "", 0.0, 0.0, 0.0))
             case ac.OpenStep():
                 self._done = True
-            case ac.AssignMicroBatch() | ac.CloseStep() | ac.Note(level="info"):
+            case ac.AssignMicroBatch() | ac.CloseStep() | ac.ReportLedger() | ac.Note(level="info"):
                 pass
             case _:
                 raise TideError(f"the core says {action}, which has no place in this bench")
@@ -274,6 +275,7 @@ class Replay:
             environment,
             environment,
             self._inbox.put_nowait,
+            JobClock(),
             paused,
         )
         self._players[order.task_id] = player

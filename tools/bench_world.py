@@ -97,6 +97,7 @@ class World:
             ac.StartSync: self._on_start_sync,
             ac.AssignMicroBatch: lambda action: None,
             ac.ReportStep: lambda action: None,
+            ac.ReportLedger: lambda action: None,
             ac.Note: self._on_note,
         }
         for rank in range(num_actors):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,9 @@ import numpy as np
 from tests.scheduling.driver import small_config, trained
 from tiderl.config.schema import Config, TimeoutsConfig
 from tiderl.coordinator.journal import Header, JournalWriter, journal_codec, read_journal
+from tiderl.coordinator.load import LoadMeter
 from tiderl.coordinator.replay import replay
+from tiderl.coordinator.reports import Reports
 from tiderl.coordinator.server import Coordinator
 from tiderl.coordinator.stream import TaskStream, TaskTypes
 from tiderl.observe.console import Console
@@ -71,6 +74,9 @@ class FakeRank:
     is_closing: bool = False
     abandoned: bool = False
     third_step: asyncio.Event = field(default_factory=asyncio.Event)
+    #: What it has told of its time, and when (a rank that is busy with one thing after the other).
+    seconds: dict[str, float] = field(default_factory=dict)
+    told_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_actor(self) -> bool:
@@ -163,11 +169,19 @@ class FakeRank:
         if order.step == 2:
             self.third_step.set()
 
+    async def say_seconds(self, activity: str) -> None:
+        """All time since the last word of this kind was `activity`."""
+        now_s = time.monotonic()
+        self.seconds[activity] = self.seconds.get(activity, 0.0) + now_s - self.told_s
+        self.told_s = now_s
+        await self.say(ev.SecondsSpent(self.rank, dict(self.seconds)))
+
     async def on_PrepareSync(self, order: ac.PrepareSync) -> None:
         await self.say(ev.SyncReady(self.rank, order.version))
 
     async def on_StartSync(self, order: ac.StartSync) -> None:
         self.version = order.version
+        await self.say_seconds("sync")
         await self.say(ev.SyncFinished(self.rank, order.version, True, "", 0.0, 0.0, 0.0))
 
     async def on_SaveCheckpoint(self, order: ac.SaveCheckpoint) -> None:
@@ -178,6 +192,7 @@ class FakeRank:
 
     async def on_Shutdown(self, order: ac.Shutdown) -> None:
         if "no farewell" not in self.habits:
+            await self.say_seconds("shutdown")
             await self.say(ms.Farewell(self.rank, self.num_generated))
             self.left = True
 
@@ -213,12 +228,12 @@ class Run:
         types = {"train": TaskTypes([("type", 50)]), "test": TaskTypes([("type", 50)])}
         stream = TaskStream(env="env", train_split="train", num_train=50, eval_split="test", seed=3, types=types)
         metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
-        console = Console("line", self.config.train.steps, self.out)
+        reports = Reports(metrics, Console("line", self.config.train.steps, self.out), LoadMeter(), None)
         lives: list[asyncio.Task[None]] = []
         try:
             port = await wire.bind("127.0.0.1")
             with JournalWriter(self.run_dir / "journal.msgpack", header) as journal:
-                shared = (stream, wire, journal, metrics, console, self.sessions)
+                shared = (stream, wire, journal, reports, self.sessions)
                 self.coordinator = Coordinator(self.config, self.core, *shared, self.run_dir, len(self.ranks))
                 lives = [asyncio.create_task(rank.live(port, keys)) for rank in self.ranks]
                 self.coordinator.tell(ev.EnvironmentCapacity(64))
@@ -229,7 +244,7 @@ class Run:
                 if not rank.is_closing:
                     life.cancel()
             self.errors = [e for e in await asyncio.gather(*lives, return_exceptions=True) if isinstance(e, Exception)]
-            metrics.close()
+            reports.close()
             await wire.close()
 
     async def to_the_end(self, timeout_s: float = 40.0) -> ac.Shutdown:

@@ -88,9 +88,9 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def environment_server(*flags: str) -> Iterator[str]:
-    """The URL of a server of `counting_env` in a process of its own."""
-    command = [sys.executable, "-m", "tiderl.cli", "env", "serve", ENVIRONMENT, "--port", "0", "--workers", "1", *flags]
+def environment_server(*flags: str, env: str = ENVIRONMENT) -> Iterator[str]:
+    """The URL of an environment server in a process of its own."""
+    command = [sys.executable, "-m", "tiderl.cli", "env", "serve", env, "--port", "0", "--workers", "1", *flags]
     server = subprocess.Popen(command, cwd=PROJECT, env=_environ(), stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

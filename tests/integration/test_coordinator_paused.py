@@ -318,5 +318,5 @@ async def test_the_console_shows_how_many_tasks_are_paused(tmp_path: Path, num_p
     async with run.coordinating() as coordinator:
         run.core.rollout.num_paused = num_paused  # type: ignore[misc]
         coordinator._housekeep()
-        coordinator._console.step(ac.ReportStep(0, dict.fromkeys(STEP_KEYS, 1.0)))
+        coordinator._reports.console.step(ac.ReportStep(0, dict.fromkeys(STEP_KEYS, 1.0)))
     assert ("· 4 paused" in run.out.getvalue()) == (num_paused == 4)

@@ -16,6 +16,7 @@ from tests.integration.env_caller import Caller, advance_clock, serving
 from tests.integration.scripted_env import NAME
 from tests.unit.loop_fakes import CONFIG, STOP_ID, FakeChat, FakeEngine, order_of
 from tiderl.agent.loop import TaskPlayer
+from tiderl.clock import JobClock
 from tiderl.envs.client import EnvClient
 from tiderl.errors import EnvironmentFailure
 from tiderl.scheduling.events import TaskFailed
@@ -176,7 +177,7 @@ async def test_a_task_goes_on_from_another_ranks_client() -> None:
     """The turn loop over real sessions: cut within its second turn, and played on by another client and engine."""
     async with serving() as caller, client_of(caller.server.url) as first, client_of(caller.server.url) as second:
         engine = FakeEngine([([10, STOP_ID], 0), None], partial=([11], 0))
-        player = TaskPlayer(order_of(), CONFIG, engine, first, FakeChat(), lambda report: None)  # type: ignore[arg-type]
+        player = TaskPlayer(order_of(), CONFIG, engine, first, FakeChat(), lambda report: None, JobClock())  # type: ignore[arg-type]
         playing = asyncio.ensure_future(player.play())
         await engine.hangs.wait()
         player.pause()
@@ -186,7 +187,7 @@ async def test_a_task_goes_on_from_another_ranks_client() -> None:
         task = paused[1]
         assert isinstance(task, PausedTask)
         engine = FakeEngine([([12, STOP_ID], 0)] * 3)
-        player = TaskPlayer(order_of(), CONFIG, engine, second, FakeChat(), lambda report: None, task)  # type: ignore[arg-type]
+        player = TaskPlayer(order_of(), CONFIG, engine, second, FakeChat(), lambda report: None, JobClock(), task)  # type: ignore[arg-type]
         finished = await player.play()
         assert not isinstance(finished, TaskFailed)
         trajectory = finished[1]

@@ -22,6 +22,7 @@ from tiderl.coordinator.journal import journal_codec, read_journal
 from tiderl.coordinator.replay import replay
 from tiderl.scheduling.actions import AssignMicroBatch, Note, StartTask
 from tiderl.scheduling.events import TaskFailed
+from tiderl.scheduling.ledger import Activity
 from tiderl.types import FailureKind, TaskKind
 
 pytestmark = pytest.mark.timeout(900)
@@ -78,7 +79,12 @@ def test_it_ends_well_with_a_summary(job: Job) -> None:
         "goodput",
         "wall_s",
         "ledger",
+        "seconds",
+        "coordinator",
+        "emulated",
     }
+    assert summary["emulated"] is None
+    assert summary["coordinator"]["num_events"] > 0
     assert json.loads((job.run_dir / "summary.json").read_text()) == summary
     assert str(job.run_dir) in job.console
 
@@ -104,6 +110,36 @@ def test_tokens_are_conserved_and_the_engines_count_the_same(job: Job) -> None:
     assert ledger["closes"] is True
     trained = sum(line["trained_tokens"] for line in jobs.lines_of(job.run_dir, "step"))
     assert ledger["trained"] == trained > 0
+
+
+def test_every_second_of_every_rank_is_accounted_for(job: Job) -> None:
+    """Four ranks' own counts against the coordinator's clock, over the whole job and from sync to sync."""
+    seconds = job.summary["seconds"]
+    spent = {a.value: seconds[a.value] for a in Activity}
+    assert sum(spent.values()) == pytest.approx(seconds["total"], rel=0.001)
+    assert seconds["closes"] is True
+    assert seconds["total"] == pytest.approx(4 * job.summary["wall_s"], rel=0.05)
+    for activity in (
+        "startup",
+        "prefill",
+        "decode",
+        "env_wait",
+        "reference",
+        "forward",
+        "backward",
+        "optimizer",
+        "sync",
+    ):
+        assert spent[activity] > 0.0, activity
+    lines = jobs.lines_of(job.run_dir, "ledger")
+    assert [line["version"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        told = sum(line[f"seconds_{a.value}"] for a in Activity)
+        assert abs(told - line["rank_seconds"]) == pytest.approx(line["error"] * line["rank_seconds"], abs=1e-6)
+        assert line["tokens_generated"] >= line["tokens_trained"]
+    # The trainer worked between the syncs, and all ranks had started before the first.
+    assert [line["seconds_startup"] > 0.0 for line in lines] == [True, False, False, False]
+    assert [line["seconds_backward"] > 0.0 for line in lines] == [False, True, True, True]
 
 
 def test_engine_and_trainer_agree_on_log_probs(job: Job) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from tiderl.config.schema import (
     CheckpointConfig,
     Config,
@@ -28,6 +30,7 @@ from tiderl.config.schema import (
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
+from tiderl.scheduling.ledger import Activity
 from tiderl.types import FailureKind, GroupId, GroupSpec, Rank, Role, TaskId, TaskKind, WeightVersion
 
 MAX_CONTEXT_TOKENS = 100
@@ -143,6 +146,9 @@ class World:
         self.sync_started = False
         self.sync_answers: set[Rank] = set()
         self.saves: list[tuple[Rank, ac.SaveCheckpoint]] = []
+        #: What each rank has told of its time, and when; the sum of both at the last weight sync.
+        self.spent: dict[Rank, tuple[float, dict[str, float]]] = {}
+        self.spent_at_sync = 0.0
         self.round_version: WeightVersion | None = None
         self.closes_round = False
         # What came of it.
@@ -232,6 +238,13 @@ class World:
         self._account("failed", task.generated_tokens)
         self._leave(task)
         return self.tell(ev.PausedTaskLost(task_id, "the lease ran out"))
+
+    def tell_seconds(self, rank: Rank, activity: Activity) -> tuple[ac.Action, ...]:
+        """A rank whose clock is the core's says that it did one thing since its last word (or since it began, at 0.0)."""
+        then_s, before = self.spent.get(rank, (0.0, {}))
+        now_s = self.now_s + 0.125
+        self.spent[rank] = (now_s, before | {activity.value: before.get(activity.value, 0.0) + now_s - then_s})
+        return self.tell(ev.SecondsSpent(rank, self.spent[rank][1]))
 
     def stop(self) -> tuple[ac.Action, ...]:
         self.stopped = True
@@ -549,6 +562,17 @@ class World:
         assert action.complete == (action.num_missing == 0)
         self.evaluations.append(action)
         self.round_version = None
+
+    def _on_ReportLedger(self, action: ac.ReportLedger) -> None:
+        told_s = sum(then_s for then_s, _ in self.spent.values())
+        assert action.version == self.synced_version
+        assert action.elapsed_s == pytest.approx(told_s - self.spent_at_sync)
+        assert sum(action.seconds.values()) == pytest.approx(action.elapsed_s)
+        assert action.error < 1e-9
+        # What the same answer decides later (tasks that are given up) may settle more.
+        assert action.tokens["generated"] == self.books["generated"]
+        assert action.tokens["generated"] == sum(action.tokens[a] for a in SETTLED) + action.tokens["held"]
+        self.spent_at_sync = told_s
 
     def _on_Note(self, action: ac.Note) -> None:
         self.notes.append(action)

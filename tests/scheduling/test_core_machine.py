@@ -21,6 +21,7 @@ from tiderl.coordinator.journal import journal_codec
 from tiderl.errors import IllegalEvent
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
+from tiderl.scheduling.ledger import Activity
 from tiderl.types import FailureKind, Rank, Role, TaskId, TaskKind, WeightVersion
 
 UNKNOWN_TASK = TaskId(1 << 40)
@@ -62,6 +63,8 @@ def illegal_events(world: World) -> list[ev.Event]:
         ev.TaskPaused(UNKNOWN_TASK, rollout_rank, 10, 1, 0),
         ev.PausedTaskLost(UNKNOWN_TASK, "gone"),
         ev.EngineLoad(Rank(99), 10, 1, 0, 10, 0, 0),
+        ev.SecondsSpent(Rank(99), {"decode": 1.0}),
+        ev.SecondsSpent(actor, {"napping": 1.0}),
         finished,
         failed,
         trained(99, actor, world.trained_version + 1, True),
@@ -82,6 +85,8 @@ def illegal_events(world: World) -> list[ev.Event]:
         events.append(ev.SyncReady(actor, world.sync.version))
     if world.sync is not None and not world.sync_started:
         events.append(ev.SyncFinished(actor, world.sync.version, True, "", 0.0, 0.0, 0.0))
+    for rank in sorted(world.spent):
+        events.append(ev.SecondsSpent(rank, dict.fromkeys(world.spent[rank][1], 0.0)))
     for rank in sorted(world.sync_answers):
         assert world.sync is not None
         events.append(ev.SyncReady(rank, world.sync.version))
@@ -195,6 +200,11 @@ class CoreMachine(RuleBasedStateMachine):
         rank = data.draw(st.sampled_from(sorted(self.world.rank_versions)))
         held = sum(t.held_tokens for t in self.world.playing.values() if t.rank == rank)
         self.world.tell(ev.EngineLoad(rank, held + excess, 1, 0, 100, 50, 0))
+
+    @rule(data=st.data(), activity=st.sampled_from(Activity))
+    def a_rank_tells_of_its_time(self, data: st.DataObject, activity: Activity) -> None:
+        ranks = range(self.world.num_actors + len(self.world.kv_tokens))
+        self.world.tell_seconds(Rank(data.draw(st.sampled_from(ranks))), activity)
 
     @precondition(lambda self: self.running() and self.world.may_tick)
     @rule()

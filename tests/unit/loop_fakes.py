@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tiderl.agent.loop import TaskPlayer
+from tiderl.clock import JobClock
 from tiderl.config.schema import AgentConfig, Config, EvalConfig, ModelConfig, RolloutConfig
 from tiderl.engines.base import Generation, Sampling
 from tiderl.envs.protocol import Observation, Started, Stepped
@@ -228,6 +229,7 @@ class Player:
             self.sessions,
             chat,
             self.reports.append,
+            JobClock(),
             paused,
         )
 

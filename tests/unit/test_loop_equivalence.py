@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.loop_fakes import CONFIG, PROMPT, STOP_ID, FakeChat, assert_same_record, generation, order_of, stepped
 from tiderl.agent.loop import TaskPlayer
+from tiderl.clock import JobClock
 from tiderl.engines.base import Generation, Sampling
 from tiderl.envs.protocol import Observation, Started, Stepped
 from tiderl.scheduling.events import TaskFailed, TaskPaused, TurnEnded, TurnStarted
@@ -142,7 +143,7 @@ class World:
         while True:
             order = order_of(rank=len(pauses))
             task = pauses[-1] if pauses else None
-            self.player = TaskPlayer(order, CONFIG, self, self, FakeChat(), events.append, task)  # type: ignore[arg-type]
+            self.player = TaskPlayer(order, CONFIG, self, self, FakeChat(), events.append, JobClock(), task)  # type: ignore[arg-type]
             if self._openings and self._openings[0][0]:
                 self.pause_player()
             outcome = await self.player.play()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from tests.unit.loop_fakes import (
     order_of,
     stepped,
 )
-from tiderl.config.schema import ModelConfig, TimeoutsConfig
+from tiderl.clock import JobClock
+from tiderl.config.schema import TimeoutsConfig
 from tiderl.engines.base import EngineInfo, EngineStats
 from tiderl.errors import EngineError, TideError
 from tiderl.scheduling import actions as ac
@@ -31,6 +31,7 @@ from tiderl.types import FailureKind, Rank, Role, TaskId, WeightVersion
 from tiderl.wire.messages import PausedMessage, ResumeMessage, TrajectoryMessage
 from tiderl.worker.context import WorkerContext
 from tiderl.worker.rollout import RolloutWorker
+from tiderl.worker.seconds import RankMeter
 
 STATS = EngineStats(
     num_running=3,
@@ -41,6 +42,11 @@ STATS = EngineStats(
     total_prefilled_tokens=100,
     total_cached_tokens=400,
     total_preemptions=6,
+    total_steps=9,
+    total_read_tokens=900,
+    total_prefill_s=0.25,
+    total_decode_s=0.5,
+    total_late_s=0.125,
 )
 TASK = TaskId(11)
 
@@ -60,14 +66,25 @@ class Rank3:
     """A rollout rank and everything that it says."""
 
     def __init__(self, tmp_path: Path, engine: FakeEngine, session: FakeSession, rank: int = 3) -> None:
-        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
-        model = ModelConfig(path=str(tmp_path), max_context_tokens=CONFIG.model.max_context_tokens)
-        config = replace(CONFIG, model=model, timeouts=TimeoutsConfig(heartbeat_s=0.01))
+        config = replace(CONFIG, timeouts=TimeoutsConfig(heartbeat_s=0.01))
         self.said: list[Any] = []
         self._spoken = asyncio.Event()
         group: Any = object()
-        context = WorkerContext(config, Rank(rank), tmp_path, None, torch.device("cpu"), None, None, group, self.hear)
-        self.worker = RolloutWorker(context, engine, FakeSessions(session), FakeChat())  # type: ignore[arg-type]
+        self.meter = RankMeter(JobClock())
+        context = WorkerContext(
+            config,
+            Rank(rank),
+            tmp_path,
+            None,
+            torch.device("cpu"),
+            None,
+            None,
+            group,
+            self.hear,
+            self.meter.clock,
+            self.meter,
+        )
+        self.worker = RolloutWorker(context, engine, FakeSessions(session), FakeChat(), 100)  # type: ignore[arg-type]
 
     def hear(self, message: Any) -> None:
         self.said.append(message)
@@ -146,6 +163,7 @@ async def test_what_the_rank_says_of_its_engine(tmp_path: Path) -> None:
     assert here.worker.gauges() == {
         "running": 3, "waiting": 1, "held": 2, "used_blocks": 5, "num_blocks": 25, "generated_tokens": 70,
         "prefilled_tokens": 100, "cached_tokens": 400, "preemptions": 6,
+        "steps": 9, "read_tokens": 900, "prefill_s": 0.25, "decode_s": 0.5, "late_s": 0.125,
     }  # fmt: skip
     running = asyncio.create_task(here.worker.run())
     load = await here.says(ev.EngineLoad)

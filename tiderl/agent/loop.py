@@ -22,13 +22,13 @@ Source: paper §2.1 (turns), §4.1 (pause and resume of whole tasks), §7 (each 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from tiderl.agent.lease import signs_of_life
 from tiderl.agent.recorder import Recorder
+from tiderl.clock import JobClock
 from tiderl.config.schema import Config
 from tiderl.engines.base import Engine, Generation, Sampling
 from tiderl.envs.protocol import Observation, Started, Stepped
@@ -105,6 +105,7 @@ class TaskPlayer:
         sessions: SessionSource,
         chat: Chat,
         report: Report,
+        clock: JobClock,
         paused: PausedTask | None = None,
     ) -> None:
         self._order = order
@@ -113,6 +114,7 @@ class TaskPlayer:
         self._sessions = sessions
         self._chat = chat
         self._report = report
+        self._clock = clock
         self._resumed = paused
         self._record = Recorder() if paused is None else Recorder.resumed(paused)
         self._request_id = f"task{order.task_id}.{order.attempt}"
@@ -143,9 +145,10 @@ class TaskPlayer:
         """The task's outcome; never raises for what can go wrong with one task. Raises `EngineError`."""
         timeout_s = self._config.rollout.task_timeout_s
         played_s = self._resumed.played_s if self._resumed else 0.0
-        timer = asyncio.get_running_loop().call_later(timeout_s - played_s, self._stop, FailureKind.TIMEOUT)
+        left_s = self._clock.real_s(timeout_s - played_s)
+        timer = asyncio.get_running_loop().call_later(left_s, self._stop, FailureKind.TIMEOUT)
         try:
-            return await self._episode(time.monotonic() - played_s)
+            return await self._episode(self._clock.now_s() - played_s)
         except EnvironmentFailure as error:
             return self._failure(FailureKind.ENVIRONMENT, str(error), retryable=error.retryable)
         except PromptTooLong as error:
@@ -186,7 +189,7 @@ class TaskPlayer:
             await self._unless_stopped(session.pause(), "it was being paused")
             self._raise_if_stopped("as it was paused")
             handed_over = True
-            return self._paused(session.handle, time.monotonic() - began_s)
+            return self._paused(session.handle, self._clock.now_s() - began_s)
         finally:
             self._release(discard_from=self._record.num_prompt_tokens)
             if not handed_over:
@@ -214,7 +217,7 @@ class TaskPlayer:
                     return None
             ids = record.turn_ids
             stepped = await self._unless_stopped(session.step(chat.action_text(ids)), "the environment worked")
-            record.close_turn(session.last_env_s)
+            record.close_turn(session.last_env_s * self._clock.scale)
             if stepped.done:
                 return self._finished(stepped, Finish.DONE)
             if len(record.turns) >= max_turns:
@@ -231,9 +234,9 @@ class TaskPlayer:
         record, order = self._record, self._order
         context_tokens = record.num_tokens
         self._report(TurnStarted(order.task_id, order.rank, context_tokens))
-        began_s = time.monotonic()
+        began_s = self._clock.now_s()
         generation = await self._bounded_generation()
-        record.generate(generation, time.monotonic() - began_s)
+        record.generate(generation, self._clock.now_s() - began_s)
         self._prefilled_tokens = context_tokens - generation.cached_tokens
         if generation.finish == "aborted":
             self._raise_if_stopped("while it generated")
@@ -252,7 +255,7 @@ class TaskPlayer:
 
     async def _bounded_generation(self) -> Generation:
         """The engine's answer. One that heeds not even the abort at the task's timeout hangs, and its rank with it."""
-        bound_s = self._config.rollout.task_timeout_s + self._config.timeouts.sync_s
+        bound_s = self._clock.real_s(self._config.rollout.task_timeout_s + self._config.timeouts.sync_s)
         hold = self._config.rollout.scheduler == "ctb"
         ids = self._record.token_ids
         sampling = replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - len(self._record.turn_ids))

@@ -19,13 +19,16 @@ import time
 from tiderl.coordinator import checkpoints
 from tiderl.coordinator.environments import survey, watch_capacity
 from tiderl.coordinator.journal import Header, JournalWriter
+from tiderl.coordinator.load import LoadMeter
+from tiderl.coordinator.reports import Reports
 from tiderl.coordinator.server import Coordinator
-from tiderl.coordinator.summary import ledger_report, summarize, write_summary
+from tiderl.coordinator.summary import emulation_report, ledger_report, seconds_report, summarize, write_summary
 from tiderl.envs.auth import read_token
 from tiderl.envs.client import EnvClient
 from tiderl.errors import UserError
 from tiderl.observe.console import Console
 from tiderl.observe.metrics import MetricsWriter
+from tiderl.observe.prometheus import PrometheusExporter
 from tiderl.scheduling.events import EnvironmentCapacity, StopRequested
 from tiderl.wire.job import Job
 from tiderl.wire.sockets import CoordinatorSocket, JobKeys
@@ -43,14 +46,13 @@ async def coordinate(job: Job, ready_fd: int) -> int:
         resumed = checkpoints.read_scheduler_state(job.resume_dir) if job.resume_dir else None
         header = Header(config, job.world_size, resumed)
         core = header.fresh_core()
-        metrics = MetricsWriter(job.run_dir / "metrics.jsonl")
-        console = Console(config.run.console, config.train.steps)
+        reports = _reports(job)
         keys = JobKeys.generate()
         wire = CoordinatorSocket(keys, max_message_bytes=config.wire.max_message_bytes)
         try:
             with JournalWriter(job.run_dir / "journal.msgpack", header) as journal:
                 coordinator = Coordinator(
-                    config, core, stream, wire, journal, metrics, console, environments, job.run_dir, job.world_size
+                    config, core, stream, wire, journal, reports, environments, job.run_dir, job.world_size
                 )
                 loop = asyncio.get_running_loop()
                 for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,15 +64,37 @@ async def coordinate(job: Job, ready_fd: int) -> int:
                     ready.write(dataclasses.replace(job, port=port, keys=keys.public_for_clients()).to_json() + "\n")
                 async with asyncio.TaskGroup() as group:
                     watching = group.create_task(watch_capacity(environments.capacity, capacity, coordinator.tell))
+                    probing = group.create_task(reports.load.probe())
                     end = await coordinator.run()
                     watching.cancel()
+                    probing.cancel()
         finally:
             await wire.close()
-    metrics.close()
+            reports.close()
     generated_before = resumed["ledger"]["generated"] if resumed else 0
-    ledger = ledger_report(core.book.ledger.balances(), coordinator.engine_generated_tokens, generated_before)
-    write_summary(job.run_dir, summarize(metrics, ledger, time.monotonic() - began_s), end.reason, console)
+    load = reports.load.report()
+    summary = summarize(
+        reports.metrics,
+        tokens=ledger_report(core.book.ledger.balances(), coordinator.engine_generated_tokens, generated_before),
+        seconds=seconds_report(core.seconds.final(coordinator.now_s())),
+        load=load,
+        emulated=emulation_report(config, load, coordinator.gauges),
+        wall_s=time.monotonic() - began_s,
+    )
+    write_summary(job.run_dir, summary, end.reason, reports.console)
     return 2 if coordinator.user_error else end.exit_code
+
+
+def _reports(job: Job) -> Reports:
+    """Where reports go. Raises `UserError` where Prometheus' port is taken."""
+    config = job.config
+    exporter = None
+    if config.run.prometheus_port:
+        exporter = PrometheusExporter(config.run.prometheus_host, config.run.prometheus_port, job.run_dir.name)
+    emulated = config.emulate.time_scale if config.engine.kind == "emulated" else None
+    metrics = MetricsWriter(job.run_dir / "metrics.jsonl", emulated)
+    console = Console(config.run.console, config.train.steps, emulated=emulated is not None)
+    return Reports(metrics, console, LoadMeter(), exporter)
 
 
 def main() -> int:

@@ -10,8 +10,9 @@ decision of its own, except to declare a silent rank or a paused task's session 
 Invariants (tests/integration/test_coordinator.py, tests/integration/test_coordinator_paused.py):
 
 1. Every event that the core handled is in the journal, with the core's answer, in order.
-2. Actions are performed in the core's order; an action's answer is handled after the action's siblings were performed. Only the
-   orders about one task may be sent later than others, together, while its lease is under renewal (`paused.py`).
+2. Actions are performed in the core's order, and messages sent in it, beside the handling of further events; an action's answer
+   is handled after the action's siblings were performed. Only the orders about one task may be sent later than others, together,
+   while its lease is under renewal (`paused.py`).
 3. A rank that sends nothing for `timeouts.lost_s` is lost, whatever it was doing.
 4. Whatever ends the job, all ranks are told, the paused tasks' sessions are ended, and the wait for both is bounded.
 5. A paused task goes on byte for byte as it came, on whatever rank.
@@ -23,22 +24,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tiderl.clock import JobClock
 from tiderl.config.schema import Config
 from tiderl.coordinator import checkpoints
 from tiderl.coordinator.journal import JournalWriter
 from tiderl.coordinator.membership import Membership
 from tiderl.coordinator.paused import PausedTasks, SessionAdopter
+from tiderl.coordinator.reports import Reports
 from tiderl.coordinator.stream import TaskStream
 from tiderl.errors import IllegalEvent, WireError
-from tiderl.observe.console import Console
-from tiderl.observe.metrics import MetricsWriter
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
@@ -62,8 +62,7 @@ class Coordinator:
         stream: TaskStream,
         wire: CoordinatorSocket,
         journal: JournalWriter,
-        metrics: MetricsWriter,
-        console: Console,
+        reports: Reports,
         sessions: SessionAdopter,
         run_dir: Path,
         world_size: int,
@@ -73,8 +72,7 @@ class Coordinator:
         self._stream = stream
         self._wire = wire
         self._journal = journal
-        self._metrics = metrics
-        self._console = console
+        self._reports = reports
         self._run_dir = run_dir
         self._codec = ms.wire_codec(config.wire.max_message_bytes)
         self._members = Membership(world_size, config.timeouts)
@@ -82,8 +80,9 @@ class Coordinator:
         self._paused = PausedTasks(sessions, config.timeouts.env_request_s, self._lost_paused)
         self._states: dict[int, dict[str, Any]] = {}
         self._inbox: deque[ev.Event] = deque()
-        self._outbox: deque[tuple[Rank, Any]] = deque()
-        self._start_s = time.monotonic()
+        self._outbox: asyncio.Queue[tuple[Rank, Any]] = asyncio.Queue()
+        self._clock = JobClock(config.emulate.time_scale)
+        self._start_s = self._clock.now_s()
         self._next_train_group = core.rollout.supply.num_supplied
         self._end: ac.Shutdown | None = None
         self._farewell_deadline_s = 0.0
@@ -98,19 +97,29 @@ class Coordinator:
             ac.AssignMicroBatch: self._assign,
             ac.DropTrajectories: self._drop,
             ac.SaveCheckpoint: self._save,
-            ac.ReportStep: self._report_step,
-            ac.ReportEvaluation: self._report_evaluation,
-            ac.Note: self._note,
+            ac.ReportStep: lambda a: self._reports.step(a, self.now_s(), self._members.gauges()),
+            ac.ReportEvaluation: lambda a: self._reports.evaluation(a, self.now_s()),
+            ac.ReportLedger: lambda a: self._reports.ledger(a, self.now_s()),
+            ac.Note: self._reports.note,
             ac.Shutdown: self._shutdown,
         }
 
     def now_s(self) -> float:
         """Seconds since the coordinator's start: the core's clock."""
-        return time.monotonic() - self._start_s
+        return self._clock.now_s() - self._start_s
+
+    def _real_s(self) -> float:
+        """The same on the machine's clock, for what has its own: ranks' signs of life, and their leaving."""
+        return self._clock.real_s(self.now_s())
 
     def tell(self, event: ev.Event) -> None:
         """An event from outside the wire (a signal, the environments)."""
         self._inbox.append(event)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The newest gauges of all ranks, added up."""
+        return self._members.gauges()
 
     @property
     def engine_generated_tokens(self) -> int:
@@ -119,20 +128,26 @@ class Coordinator:
 
     async def run(self) -> ac.Shutdown:
         """Serve until the core ends the job and the ranks have left; returns the core's last word."""
-        await self._settle()
+        self._settle()
         receiving = asyncio.ensure_future(self._wire.recv())
+        sending = asyncio.ensure_future(self._send_all())
         try:
             while self._end is None:
-                await asyncio.wait({receiving}, timeout=self._next_wake_s())
+                await asyncio.wait(
+                    {receiving, sending}, timeout=self._next_wake_s(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if sending.done():
+                    sending.result()  # it never ends by itself
                 while receiving.done() and self._end is None:
                     self._take(receiving)
                     receiving = asyncio.ensure_future(self._wire.recv())
                     await asyncio.sleep(0)
                 self._housekeep()
-                await self._settle()
+                self._settle()
             await self._say_farewell(receiving)
         finally:
             receiving.cancel()
+            sending.cancel()
             await self._paused.close(self._farewell_left_s())
         return self._end
 
@@ -140,7 +155,9 @@ class Coordinator:
 
     def _next_wake_s(self) -> float:
         deadline_s = self._core.next_deadline_s()
-        return HOUSEKEEPING_S if deadline_s is None else max(0.0, min(HOUSEKEEPING_S, deadline_s - self.now_s()))
+        if deadline_s is None:
+            return HOUSEKEEPING_S
+        return max(0.0, min(HOUSEKEEPING_S, self._clock.real_s(deadline_s - self.now_s())))
 
     def _take(self, received: asyncio.Future[tuple[int, list[bytes]]]) -> None:
         """One message of a rank: facts for the core go to the inbox, data to the buffer."""
@@ -150,7 +167,7 @@ class Coordinator:
             logger.warning("a message is ignored: %s", error)
             return
         rank = Rank(number)
-        self._members.heard(rank, self.now_s())
+        self._members.heard(rank, self._real_s())
         try:
             message = self._codec.decode(frames)
         except WireError as error:
@@ -180,7 +197,7 @@ class Coordinator:
         else:
             self._inbox.append(message)
 
-    async def _settle(self) -> None:
+    def _settle(self) -> None:
         """Let the core handle everything in the inbox, and perform its answers."""
         deadline_s = self._core.next_deadline_s()
         if deadline_s is not None and self.now_s() >= deadline_s:
@@ -193,12 +210,11 @@ class Coordinator:
             for action in self._handle(event):
                 if not ending:  # afterwards events are only for the ledger
                     self._do(action)
-        while self._outbox:
-            await self._send(*self._outbox.popleft())
 
     def _handle(self, event: ev.Event) -> tuple[ac.Action, ...]:
         """The core's answer to one event, journaled. An illegal one is a bug of a rank or of the core: it ends the job."""
         now_s = self.now_s()
+        self._reports.load.count_event()
         try:
             actions = self._core.handle(event, now_s)
         except IllegalEvent as error:
@@ -209,6 +225,12 @@ class Coordinator:
             return (ac.Note("error", reason), ac.Shutdown(1, reason))
         self._journal.write(now_s, event, actions)
         return actions
+
+    async def _send_all(self) -> None:
+        """Send what is in the outbox, in order. A step's trajectories take a while: events are handled between two messages."""
+        while True:
+            await self._send(*await self._outbox.get())
+            await asyncio.sleep(0)
 
     async def _send(self, rank: Rank, message: Any) -> None:
         try:
@@ -225,7 +247,7 @@ class Coordinator:
         if perform is not None:
             perform(action)
         for rank in _addressees(action):
-            self._outbox.append((rank, action))
+            self._outbox.put_nowait((rank, action))
 
     def _supply(self, action: ac.SupplyGroups) -> None:
         if action.kind is TaskKind.EVAL:
@@ -237,11 +259,11 @@ class Coordinator:
         self._inbox.append(ev.GroupsSupplied(action.kind, groups))
 
     def _tell_player(self, action: ac.PauseTask | ac.CancelTask) -> None:
-        self._paused.after_leaving(action.task_id, partial(self._outbox.append, (action.rank, action)))
+        self._paused.after_leaving(action.task_id, partial(self._outbox.put_nowait, (action.rank, action)))
 
     def _resume(self, action: ac.ResumeTask) -> None:
         self._paused.take(
-            action.task_id, lambda task: self._outbox.append((action.rank, ms.ResumeMessage(action, task)))
+            action.task_id, lambda task: self._outbox.put_nowait((action.rank, ms.ResumeMessage(action, task)))
         )
 
     def _end_paused(self, action: ac.EndPaused) -> None:
@@ -253,7 +275,7 @@ class Coordinator:
 
     def _assign(self, action: ac.AssignMicroBatch) -> None:
         trajectories = tuple(self._buffer.pop(task_id) for task_id in action.task_ids)
-        self._outbox.append((action.rank, ms.MicroBatchMessage(action, trajectories)))
+        self._outbox.put_nowait((action.rank, ms.MicroBatchMessage(action, trajectories)))
 
     def _drop(self, action: ac.DropTrajectories) -> None:
         for task_id in action.task_ids:
@@ -263,36 +285,18 @@ class Coordinator:
     def _save(self, action: ac.SaveCheckpoint) -> None:
         self._states[action.step] = self._core.state_dict()
 
-    def _report_step(self, action: ac.ReportStep) -> None:
-        self._metrics.step(action, self.now_s(), self._members.gauges())
-        self._console.step(action)
-
-    def _report_evaluation(self, action: ac.ReportEvaluation) -> None:
-        self._metrics.evaluation(action, self.now_s())
-        self._console.evaluation(action)
-
-    def _note(self, action: ac.Note) -> None:
-        logger.log(logging.getLevelNamesMapping()[action.level.upper()], "%s", action.text)
-        if action.level != "info":
-            self._console.warn(action.text)
-
     def _shutdown(self, action: ac.Shutdown) -> None:
         self._end = action
 
     def _housekeep(self) -> None:
-        for rank, reason in self._members.newly_lost(self.now_s()):
+        for rank, reason in self._members.newly_lost(self._real_s()):
             self._inbox.append(ev.RankLost(rank, reason))
         self._paused.check()
         roles, training = self._core.roles, self._core.training
         phases = {rank: beat.phase for rank, beat in self._members.beats.items()}
         num_paused = self._core.rollout.num_paused
-        self._console.refresh(roles, phases, self._kv_use(), num_paused, training.waits_for())
+        self._reports.refresh(roles, phases, self._members.gauges(), num_paused, training.waits_for())
         self._complete_checkpoints()
-
-    def _kv_use(self) -> float:
-        """Share of all rollout ranks' KV cache that holds something."""
-        gauges = self._members.gauges()
-        return gauges.get("used_blocks", 0.0) / max(1.0, gauges.get("num_blocks", 0.0))
 
     def _complete_checkpoints(self) -> None:
         """Write our part of every checkpoint whose actors' parts are all on disk."""
@@ -306,32 +310,32 @@ class Coordinator:
                 checkpoints.keep_newest(self._run_dir, self._config.checkpoint.keep)
             except OSError as error:
                 logger.error("checkpoint of step %d is incomplete: %s", step, error)
-                self._console.warn(f"checkpoint of step {step} is incomplete: {error}")
+                self._reports.warn(f"checkpoint of step {step} is incomplete: {error}")
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     async def _say_farewell(self, receiving: asyncio.Future[tuple[int, list[bytes]]]) -> None:
         """Tell all ranks to leave and collect their farewells, for at most `timeouts.shutdown_s`; meanwhile sessions are ended."""
         assert self._end is not None
-        self._farewell_deadline_s = self.now_s() + self._config.timeouts.shutdown_s
+        self._farewell_deadline_s = self._real_s() + self._config.timeouts.shutdown_s
         self._paused.end_all()
         if self._end.exit_code == 0:
             self._complete_checkpoints()
         for rank in self._members.present():
-            await self._send(rank, self._end)
+            self._outbox.put_nowait((rank, self._end))
         while self._members.present() and (left_s := self._farewell_left_s()) > 0.0:
             await asyncio.wait({receiving}, timeout=min(HOUSEKEEPING_S, left_s))
             if receiving.done():
                 self._take(receiving)
                 receiving = asyncio.ensure_future(self._wire.recv())
-            await self._settle()
+            self._settle()
         receiving.cancel()
         if self._members.present():
             logger.warning("ranks %s did not say farewell within timeouts.shutdown_s", self._members.present())
-        self._console.close()
+        self._reports.console.close()
 
     def _farewell_left_s(self) -> float:
-        return max(0.0, self._farewell_deadline_s - self.now_s())
+        return max(0.0, self._farewell_deadline_s - self._real_s())
 
 
 def _addressees(action: ac.Action) -> tuple[Rank, ...]:

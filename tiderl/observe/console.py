@@ -25,13 +25,15 @@ _LETTER = {Role.ACTOR: "A", Role.ROLLOUT: "R", Role.REF: "F"}
 
 
 class Console:
-    """Draws to `stream`. `mode`: "auto" (a bar on a terminal, lines elsewhere), "line", "off"."""
+    """Draws to `stream`. `mode`: "auto" (a bar on a terminal, lines elsewhere), "line", "off". Figures of a run with emulated
+    backends say so."""
 
-    def __init__(self, mode: str, num_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, mode: str, num_steps: int, stream: TextIO | None = None, *, emulated: bool = False) -> None:
         self._stream = stream if stream is not None else sys.stdout
         self._num_steps = num_steps
         self._off = mode == "off"
         self._live = mode == "auto" and self._stream.isatty()
+        self._label = "emulated " if emulated else ""
         self._facts = "starting"
         self._eval = ""
         self._ranks = ""
@@ -52,7 +54,7 @@ class Console:
             f"twt {m['twt_s']:.1f}s",
             f"rwt {m['rwt_s']:.1f}s",
         ]
-        self._facts = " ".join(parts)
+        self._facts = self._label + " ".join(parts)
         if not self._live:
             self._print(f"step {self._done}/{self._num_steps} {self._facts}{self._eval}{self._ranks}")
 
@@ -61,7 +63,7 @@ class Console:
         self._eval = f" eval {report.success:.2f}"
         missing = f", {report.num_missing} missing" if report.num_missing else ""
         self._print(
-            f"evaluation of version {report.version}: success {report.success:.3f}, reward {report.reward:.3f}, "
+            f"{self._label}evaluation of version {report.version}: success {report.success:.3f}, reward {report.reward:.3f}, "
             f"{report.turns:.1f} turns ({report.num_tasks} tasks{missing})"
         )
 

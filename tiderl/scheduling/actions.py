@@ -159,6 +159,20 @@ class ReportEvaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportLedger:
+    """Weights `version` are on all ranks: what the ranks did since the sync before, and where all tokens are now.
+
+    `seconds` by `ledger.Activity` add up to `elapsed_s` rank-seconds, but for `error` of them (a share).
+    """
+
+    version: WeightVersion
+    seconds: Mapping[str, float]
+    elapsed_s: float
+    error: float
+    tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One line for the log: a decision with its reason, a failure with its place."""
 
@@ -191,6 +205,7 @@ Action = (
     | SaveCheckpoint
     | ReportStep
     | ReportEvaluation
+    | ReportLedger
     | Note
     | Shutdown
 )

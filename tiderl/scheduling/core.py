@@ -22,8 +22,9 @@ from typing import Any
 from tiderl.config.schema import Config
 from tiderl.errors import IllegalEvent, UserError
 from tiderl.scheduling import events as ev
-from tiderl.scheduling.actions import AbandonStep, Action, Note, ReportEvaluation, ReportStep, Shutdown
+from tiderl.scheduling.actions import AbandonStep, Action, Note, ReportEvaluation, ReportLedger, ReportStep, Shutdown
 from tiderl.scheduling.groups import GroupBook
+from tiderl.scheduling.ledger import RankSeconds
 from tiderl.scheduling.lifecycle import Group
 from tiderl.scheduling.metrics import step_metrics
 from tiderl.scheduling.rollout import RolloutSide
@@ -32,6 +33,9 @@ from tiderl.types import GroupId, GroupSpec, Rank, Role, TaskKind, WeightVersion
 
 #: Updates in a row that may be skipped because something was not finite, before the job ends.
 MAX_SKIPPED_STEPS = 3
+
+#: What is still taken down when the job has ended.
+FOR_THE_LEDGER = (ev.TurnStarted, ev.TurnEnded, ev.TaskPaused, ev.TaskFinished, ev.TaskFailed, ev.SecondsSpent)
 
 #: Version of `state_dict`'s layout.
 STATE_FORMAT = 2
@@ -50,6 +54,8 @@ class Core:
         self.training = TrainingSide(config, tuple(Rank(r) for r in range(num_actors)))
         self.book = GroupBook(config, WeightVersion(0))
         self.rollout = RolloutSide(config, self.book)
+        self.seconds = RankSeconds(world_size)
+        self._seconds_at_sync = self.seconds.balance()
         self._trained_groups: list[Group] = []
         self._num_skipped = 0
         self._last_step_end_s: float | None = None
@@ -70,6 +76,7 @@ class Core:
             ev.TaskPaused: lambda e, t: self.rollout.paused(e),
             ev.PausedTaskLost: lambda e, t: self.rollout.paused_lost(e, t),
             ev.EngineLoad: lambda e, t: self.rollout.engine_load(e),
+            ev.SecondsSpent: self._on_seconds,
             ev.TaskFinished: lambda e, t: self.rollout.finished(e, t),
             ev.TaskFailed: self._on_task_failed,
             ev.StepTrained: self._on_trained,
@@ -83,8 +90,8 @@ class Core:
     def handle(self, event: ev.Event, now_s: float) -> tuple[Action, ...]:
         """Apply one event. Raises `IllegalEvent`, with nothing changed."""
         if self.ended:
-            # The ranks are leaving; what they still report of their tasks belongs in the ledger.
-            if isinstance(event, ev.TurnStarted | ev.TurnEnded | ev.TaskPaused | ev.TaskFinished | ev.TaskFailed):
+            # The ranks are leaving; what they still report of their tasks and of their time belongs in the ledger.
+            if isinstance(event, FOR_THE_LEDGER):
                 self._handlers[type(event)](event, now_s)
             return ()
         actions = self._handlers[type(event)](event, now_s)
@@ -170,6 +177,12 @@ class Core:
             actions.append(AbandonStep(self.training.actors, self.training.step.step))
         return actions
 
+    def _on_seconds(self, event: ev.SecondsSpent, now_s: float) -> list[Action]:
+        if event.rank not in self._roles:
+            raise IllegalEvent(f"rank {event.rank} told how it spent its time, but there is no such rank")
+        self.seconds.tell(event.rank, event.seconds, now_s)
+        return []
+
     def _fail(self, reason: str, exit_code: int = 1) -> list[Action]:
         self.ended = True
         self.rollout.abandon()
@@ -252,7 +265,8 @@ class Core:
                 "info",
                 f"weights {sync.version} on {len(sync.members)} ranks in {now_s - sync.started_s:.2f} s (slowest: rank "
                 f"{longest.rank}, transfer {longest.transfer_s:.2f} s, load {longest.load_s:.2f} s), canary gap {gap:.1e}",
-            )
+            ),
+            self._report_ledger(sync.version),
         ]
         every = self._config.eval.every
         is_last = sync.version >= self._config.train.steps
@@ -261,6 +275,12 @@ class Core:
         if is_last:
             actions += self.rollout.stop_training_tasks()
         return actions
+
+    def _report_ledger(self, version: WeightVersion) -> ReportLedger:
+        balance = self.seconds.balance()
+        step = balance.since(self._seconds_at_sync)
+        self._seconds_at_sync = balance
+        return ReportLedger(version, step.seconds, step.elapsed_s, step.error, self.book.ledger.balances())
 
     def _on_saved(self, event: ev.CheckpointSaved, now_s: float) -> list[Action]:
         complete = self.training.saved(event)

@@ -78,6 +78,14 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondsSpent:
+    """How a rank has spent the time since its process began, by `ledger.Activity`, on its own clock."""
+
+    rank: Rank
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class TurnStarted:
     """A task sends a prompt of `context_tokens` to its rank's engine: a turn begins, or goes on after a pause."""
 
@@ -211,6 +219,7 @@ Event = (
     | GroupsSupplied
     | EnvironmentCapacity
     | EngineLoad
+    | SecondsSpent
     | TurnStarted
     | TurnEnded
     | TaskPaused

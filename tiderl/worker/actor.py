@@ -16,20 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tiderl.engines.device_thread import DeviceThread
 from tiderl.errors import TideError
 from tiderl.scheduling.actions import AbandonStep, CloseStep, OpenStep, PrepareSync, SaveCheckpoint, StartSync
 from tiderl.scheduling.events import CheckpointSaved, RankJoined, StepTrained, SyncFinished, SyncReady
+from tiderl.scheduling.ledger import Activity
 from tiderl.trainers.base import MicroBatchResult, StepResult, Trainer
 from tiderl.types import MicroBatch, Role, WeightVersion
 from tiderl.wire.messages import MicroBatchMessage
 from tiderl.worker.context import WorkerContext
 from tiderl.worker.sync import WeightSender, canary_ids
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +50,25 @@ class _Step:
 class ActorWorker:
     """One actor rank."""
 
-    def __init__(self, context: WorkerContext, trainer: Trainer) -> None:
+    def __init__(self, context: WorkerContext, trainer: Trainer, vocab_size: int) -> None:
         self._context = context
         self._trainer = trainer
-        self._canary_ids = canary_ids(context.config.model.path)
+        self._canary_ids = canary_ids(vocab_size)
         self._device = DeviceThread(f"actor-{context.rank}", step=lambda: False)
         self._inbox: deque[Any] = deque()
         self._arrived = asyncio.Event()
         self._step: _Step | None = None
         self._abandoned: int | None = None
         self._unreported_save: SaveCheckpoint | None = None
+        self._saved_step: int | None = None
         self.phase = "start"
 
     async def start(self) -> RankJoined:
         self._device.start()
-        await self._on_device("load", self._trainer.start)
+        await self._on_device("load", Activity.STARTUP, self._trainer.start)
         if (resume_dir := self._context.resume_dir) is not None:
-            await self._on_device("load", lambda: self._trainer.load(resume_dir / "trainer"))
-        self.phase = "idle"
+            await self._on_device("load", Activity.STARTUP, lambda: self._trainer.load(resume_dir / "trainer"))
+        self._context.meter.rest(Activity.DATA_WAIT)
         return RankJoined(self._context.rank, Role.ACTOR, self._trainer.version, 0, 0)
 
     def handle(self, message: Any) -> None:
@@ -101,10 +106,11 @@ class ActorWorker:
     async def _obey(self, order: Any) -> None:
         if isinstance(order, OpenStep):
             self._step = _Step(order)
-            await self._on_device("open", self._trainer.begin_step)
+            await self._on_device("open", Activity.FORWARD, self._trainer.begin_step)
         elif isinstance(order, CloseStep):
             await self._close_step(order)
         elif isinstance(order, PrepareSync):
+            self._context.meter.rest(Activity.SYNC)
             self._context.emit(SyncReady(self._context.rank, order.version))
         elif isinstance(order, StartSync):
             await self._sync(order)
@@ -121,9 +127,11 @@ class ActorWorker:
         references = None
         if step.order.use_reference:
             trajectories = [t for message in batch for t in message.trajectories]
-            began_s = time.monotonic()
-            references = await self._on_device("ref", lambda: self._trainer.reference_log_probs(trajectories))
-            step.reference_s += time.monotonic() - began_s
+            began_s = self._context.clock.now_s()
+            references = await self._on_device(
+                "ref", Activity.REFERENCE, lambda: self._trainer.reference_log_probs(trajectories)
+            )
+            step.reference_s += self._context.clock.now_s() - began_s
         first = 0
         for message in batch:
             if self._abandoned == step.order.step:
@@ -133,15 +141,18 @@ class ActorWorker:
             end = first + len(message.trajectories)
             own = references[first:end] if references is not None else None
             first = end
-            step.results.append(
-                await self._on_device("train", lambda m=micro_batch, r=own: self._trainer.train_micro_batch(m, r))
-            )
+            train = partial(self._trainer.train_micro_batch, micro_batch, own)
+            result = await self._on_device("train", Activity.FORWARD, train)
+            self._context.meter.move(Activity.FORWARD, {Activity.BACKWARD: result.backward_s})
+            step.results.append(result)
 
     async def _close_step(self, order: CloseStep) -> None:
         step, self._step = self._step, None
         assert step is not None and step.order.step == order.step, "closing a step that is not open"
         abandon = self._abandoned == order.step
-        result: StepResult = await self._on_device("update", lambda: self._trainer.end_step(abandon=abandon))
+        result: StepResult = await self._on_device(
+            "update", Activity.OPTIMIZER, lambda: self._trainer.end_step(abandon=abandon)
+        )
         self._context.emit(self._report(step, result))
         await self._report_save()
 
@@ -170,10 +181,12 @@ class ActorWorker:
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def _sync(self, order: StartSync) -> None:
-        began_s = time.monotonic()
-        await self._on_device("sync", lambda: self._send_weights(order.version))
-        seconds = time.monotonic() - began_s
-        self._context.emit(SyncFinished(self._context.rank, order.version, True, "", seconds, 0.0, 0.0))
+        context, began_s = self._context, self._context.clock.now_s()
+        await self._on_device("sync", Activity.SYNC, lambda: self._send_weights(order.version))
+        seconds = context.clock.now_s() - began_s
+        context.meter.rest(Activity.DATA_WAIT)
+        context.tell_seconds()
+        context.emit(SyncFinished(context.rank, order.version, True, "", seconds, 0.0, 0.0))
 
     def _send_weights(self, version: WeightVersion) -> None:
         """Device thread. All actors gather each parameter; the leader also broadcasts it."""
@@ -195,10 +208,12 @@ class ActorWorker:
         config = self._context.config
         folder = self._context.run_dir / "checkpoints" / f"step_{order.step:06d}"
         try:
-            if not (folder / "trainer").exists():
-                await self._on_device("save", lambda: self._trainer.save(folder / "trainer"))
+            # The orders are the same on all actors; the shared folder is not: another actor may have written its part by now.
+            if order.step != self._saved_step:
+                await self._on_device("save", Activity.CHECKPOINT, lambda: self._trainer.save(folder / "trainer"))
+                self._saved_step = order.step
             if order.final and config.checkpoint.export_hf and order.step >= config.train.steps:
-                await self._on_device("export", lambda: self._trainer.export_hf(folder / "hf"))
+                await self._on_device("export", Activity.CHECKPOINT, lambda: self._trainer.export_hf(folder / "hf"))
         except (TideError, OSError) as error:
             self._context.emit(CheckpointSaved(order.step, order.final, self._context.rank, False, str(error)))
             return
@@ -213,14 +228,18 @@ class ActorWorker:
             return
         ok, detail = True, ""
         try:
-            await self._on_device("save", self._trainer.wait_saved)
+            await self._on_device("save", Activity.CHECKPOINT, self._trainer.wait_saved)
         except (TideError, OSError) as error:
             ok, detail = False, str(error)
         self._context.emit(CheckpointSaved(order.step, order.final, self._context.rank, ok, detail))
 
-    async def _on_device(self, phase: str, function: Any) -> Any:
+    async def _on_device(self, phase: str, activity: Activity, function: Callable[[], T]) -> T:
+        def work() -> T:
+            with self._context.meter.work(activity):
+                return function()
+
         self.phase = phase
         try:
-            return await self._device.submit(function)
+            return await self._device.submit(work)
         finally:
             self.phase = "idle"

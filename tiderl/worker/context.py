@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiderl.clock import JobClock
 from tiderl.config.schema import Config
-from tiderl.scheduling.events import RankJoined
+from tiderl.scheduling.events import RankJoined, SecondsSpent
 from tiderl.types import Rank
+from tiderl.worker.seconds import RankMeter
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +36,16 @@ class WorkerContext:
     sync_group: dist.ProcessGroup | None
     #: Queue a message to the coordinator; from the event loop only.
     emit: Callable[[Any], None]
+    clock: JobClock
+    meter: RankMeter
 
     @property
     def sync_leader(self) -> Rank:
         return Rank(0)
+
+    def tell_seconds(self) -> None:
+        """Say how this rank has spent its time so far."""
+        self.emit(SecondsSpent(self.rank, self.meter.totals()))
 
 
 class RoleWorker(Protocol):

@@ -25,13 +25,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from tiderl.clock import JobClock
+from tiderl.envs.auth import read_token
+from tiderl.envs.client import EnvClient
 from tiderl.errors import TideError, UserError, WaitTimeout
 from tiderl.scheduling.actions import Shutdown
+from tiderl.scheduling.events import SecondsSpent
+from tiderl.scheduling.ledger import Activity
 from tiderl.types import Rank
 from tiderl.wire.job import Job
 from tiderl.wire.messages import Farewell, Heartbeat, Hello, RankFailed, wire_codec
 from tiderl.wire.sockets import WorkerSocket
+from tiderl.worker import backends
+from tiderl.worker.actor import ActorWorker
 from tiderl.worker.context import RoleWorker, WorkerContext
+from tiderl.worker.rollout import RolloutWorker
+from tiderl.worker.seconds import RankMeter
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +54,7 @@ class WorkerProcess:
         self._job = job
         self._rank = rank
         self._store = store
+        self._meter = RankMeter(JobClock(job.config.emulate.time_scale))
         self._codec = wire_codec(job.config.wire.max_message_bytes)
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._role: RoleWorker | None = None
@@ -94,7 +104,7 @@ class WorkerProcess:
         self._outbox.put_nowait(message)
 
     async def _work(self) -> None:
-        self._role = await _make_role(self._job, self._rank, self._store, self.emit)
+        self._role = await _make_role(self._job, self._rank, self._store, self.emit, self._meter)
         self.emit(await self._role.start())
         await self._role.run()
 
@@ -138,17 +148,19 @@ class WorkerProcess:
 
     async def _leave(self, order: Shutdown) -> int:
         logger.info("leaving: %s", order.reason)
+        self._meter.rest(Activity.SHUTDOWN)
         total = 0
         if self._role is not None:
             try:
                 total = await asyncio.wait_for(self._role.stop(), timeout=self._job.config.timeouts.shutdown_s)
             except (TimeoutError, TideError) as error:
                 logger.warning("the role could not be stopped in order: %r", error)
+        self.emit(SecondsSpent(self._rank, self._meter.totals()))
         self.emit(Farewell(self._rank, total))
         return order.exit_code
 
 
-async def _make_role(job: Job, rank: Rank, store: Store, emit: Any) -> RoleWorker:
+async def _make_role(job: Job, rank: Rank, store: Store, emit: Any, meter: RankMeter) -> RoleWorker:
     """Join the world, make the groups (once, in the same order on all ranks), build the role."""
     config = job.config
     on_gpu = torch.cuda.is_available()
@@ -170,34 +182,24 @@ async def _make_role(job: Job, rank: Rank, store: Store, emit: Any) -> RoleWorke
 
     actor_group, storage_group, sync_group = await asyncio.to_thread(join)
     context = WorkerContext(
-        config, rank, job.run_dir, job.resume_dir, device, actor_group, storage_group, sync_group, emit
+        config,
+        rank,
+        job.run_dir,
+        job.resume_dir,
+        device,
+        actor_group,
+        storage_group,
+        sync_group,
+        emit,
+        meter.clock,
+        meter,
     )
     if rank < config.roles.num_actors:
-        return _make_actor(context)
-    return await _make_rollout(context)
-
-
-def _make_actor(context: WorkerContext) -> RoleWorker:
-    from tiderl.trainers.fsdp import FsdpTrainer
-    from tiderl.worker.actor import ActorWorker
-
-    assert context.actor_group is not None and context.storage_group is not None
-    return ActorWorker(context, FsdpTrainer(context.config, context.actor_group, context.storage_group, context.device))
-
-
-async def _make_rollout(context: WorkerContext) -> RoleWorker:
-    from tiderl.agent.chat import load_chat_format
-    from tiderl.engines.vllm import VllmEngine
-    from tiderl.envs.auth import read_token
-    from tiderl.envs.client import EnvClient
-    from tiderl.worker.rollout import RolloutWorker
-
-    config = context.config
-    sessions = EnvClient(
-        config.env.urls, read_token(config.env.token_file), config.timeouts.env_request_s, env=config.env.name
-    )
-    chat = await asyncio.to_thread(load_chat_format, config.model.path, system_prompt=config.agent.system_prompt)
-    return RolloutWorker(context, VllmEngine(config), sessions, chat)
+        return ActorWorker(context, backends.make_trainer(context, job.world_size), backends.vocab_size(config))
+    token = read_token(config.env.token_file)
+    sessions = EnvClient(config.env.urls, token, config.timeouts.env_request_s, env=config.env.name)
+    chat = await backends.make_chat(config)
+    return RolloutWorker(context, backends.make_engine(context), sessions, chat, backends.vocab_size(config))
 
 
 def _reason(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from tiderl.engines.base import Engine
 from tiderl.errors import TideError, WaitTimeout, WeightMismatch
 from tiderl.scheduling.actions import CancelTask, PauseTask, PrepareSync, StartSync, StartTask
 from tiderl.scheduling.events import EngineLoad, RankJoined, SyncFinished, SyncReady, TaskFailed, TaskPaused
+from tiderl.scheduling.ledger import Activity
 from tiderl.types import PausedTask, Role, TaskId, Trajectory, WeightVersion
 from tiderl.wire.messages import PausedMessage, ResumeMessage, TrajectoryMessage
 from tiderl.worker.context import WorkerContext
@@ -38,19 +38,23 @@ _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 class RolloutWorker:
     """One rollout rank."""
 
-    def __init__(self, context: WorkerContext, engine: Engine, sessions: SessionSource, chat: Chat) -> None:
+    def __init__(
+        self, context: WorkerContext, engine: Engine, sessions: SessionSource, chat: Chat, vocab_size: int
+    ) -> None:
         assert context.sync_group is not None
         self._context = context
         self._engine = engine
         self._sessions = sessions
         self._chat = chat
-        self._canary_ids = canary_ids(context.config.model.path)
+        self._canary_ids = canary_ids(vocab_size)
         self._receiver = WeightReceiver(context.sync_group, context.sync_leader, context.device)
         self._players: dict[TaskId, TaskPlayer] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._syncing = False
         self._num_blocks = self._block_tokens = 0
+        #: Seconds that the engine had worked when the rank last told of its own.
+        self._engine_s = {Activity.PREFILL: 0.0, Activity.DECODE: 0.0}
         self.start_phase = "load"
 
     @property
@@ -64,6 +68,7 @@ class RolloutWorker:
     async def start(self) -> RankJoined:
         info = await asyncio.to_thread(self._engine.start)
         self.start_phase = ""
+        self._rest()
         self._num_blocks, self._block_tokens = info.num_blocks, info.block_size_tokens
         logger.info("engine: %d KV blocks of %d tokens", info.num_blocks, info.block_size_tokens)
         rank = self._context.rank
@@ -112,6 +117,11 @@ class RolloutWorker:
             "prefilled_tokens": stats.total_prefilled_tokens,
             "cached_tokens": stats.total_cached_tokens,
             "preemptions": stats.total_preemptions,
+            "steps": stats.total_steps,
+            "read_tokens": stats.total_read_tokens,
+            "prefill_s": stats.total_prefill_s,
+            "decode_s": stats.total_decode_s,
+            "late_s": stats.total_late_s,
         }
 
     async def stop(self) -> int:
@@ -119,6 +129,7 @@ class RolloutWorker:
             player.cancel()
         if self._running:
             await asyncio.wait(self._running, timeout=self._context.config.timeouts.shutdown_s / 2)
+        self._count_engine_seconds()
         total = self._engine.stats().total_generated_tokens
         try:
             await asyncio.to_thread(self._engine.shutdown)
@@ -141,14 +152,16 @@ class RolloutWorker:
     def _begin(self, order: StartTask, paused: PausedTask | None = None) -> None:
         context = self._context
         player = TaskPlayer(
-            order, context.config, self._engine, self._sessions, self._chat, context.emit, paused=paused
+            order, context.config, self._engine, self._sessions, self._chat, context.emit, context.clock, paused=paused
         )
         self._players[order.task_id] = player
+        self._rest()
         self._spawn(self._play(order.task_id, player))
 
     async def _play(self, task_id: TaskId, player: TaskPlayer) -> None:
         outcome = await player.play()
         del self._players[task_id]
+        self._rest()
         if isinstance(outcome, TaskFailed):
             self._context.emit(outcome)
             return
@@ -171,23 +184,40 @@ class RolloutWorker:
             event = await self._engine.submit(lambda: self._receive(order.version))
         finally:
             self._syncing = False
+        self._count_engine_seconds()
+        self._context.tell_seconds()
         self._context.emit(event)
 
     def _receive(self, version: WeightVersion) -> SyncFinished:
         """Device thread: take part in the broadcast, check, load, and hold the engine's log-probs against the trainer's."""
-        rank = self._context.rank
-        began_s = time.monotonic()
+        with self._context.meter.work(Activity.SYNC):
+            return self._receive_in_time(version)
+
+    def _receive_in_time(self, version: WeightVersion) -> SyncFinished:
+        rank, now_s = self._context.rank, self._context.clock.now_s
+        began_s = now_s()
         try:
             received = self._receiver.receive(self._engine.expected_weights())
-            transferred_s = time.monotonic()
+            transferred_s = now_s()
             self._engine.update_weights(received.weights, version)
         except WeightMismatch as error:
-            return SyncFinished(rank, version, False, str(error), time.monotonic() - began_s, 0.0, 0.0)
+            return SyncFinished(rank, version, False, str(error), now_s() - began_s, 0.0, 0.0)
         gap = float(np.abs(self._engine.score(self._canary_ids) - received.canary).max())
         tolerance = _tolerance(self._context.config)
         ok = gap <= tolerance
         detail = "" if ok else f"the canary's log-probs differ by {gap:.2e}, wire.canary_tolerance is {tolerance:g}"
-        return SyncFinished(rank, version, ok, detail, transferred_s - began_s, time.monotonic() - transferred_s, gap)
+        return SyncFinished(rank, version, ok, detail, transferred_s - began_s, now_s() - transferred_s, gap)
+
+    def _rest(self) -> None:
+        """What an idle engine waits for."""
+        self._context.meter.rest(Activity.ENV_WAIT if self._players else Activity.WEIGHT_WAIT)
+
+    def _count_engine_seconds(self) -> None:
+        """The engine works only while tasks are here: its steps' seconds were counted as waiting for environments so far."""
+        stats = self._engine.stats()
+        worked = {Activity.PREFILL: stats.total_prefill_s, Activity.DECODE: stats.total_decode_s}
+        self._context.meter.move(Activity.ENV_WAIT, {a: s - self._engine_s[a] for a, s in worked.items()})
+        self._engine_s = worked
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +39,8 @@ _ROW_WORDS = 1024
 NUM_CANARY_TOKENS = 32
 
 
-def canary_ids(model_path: str) -> list[int]:
+def canary_ids(vocab_size: int) -> list[int]:
     """The token sequence that trainer and engine both score after a sync: arbitrary ids of the model's vocabulary."""
-    vocab_size = json.loads((Path(model_path) / "config.json").read_text())["vocab_size"]
     return np.random.default_rng(20260810).integers(0, vocab_size, NUM_CANARY_TOKENS).tolist()
 
 
