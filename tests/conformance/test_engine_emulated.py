@@ -310,7 +310,7 @@ class TestErrors:
         config = replace(config_of(), engine=EngineConfig(gpu_memory_share=0.5, block_size=32))
         engine = EmulatedEngine(config, FlatCosts(0.0), JobClock(), rank=1)
         try:
-            assert engine.start().num_blocks == -(-50_000 // 32)
+            assert engine.start().num_blocks == 50_000 // 32
         finally:
             engine.shutdown()
 
