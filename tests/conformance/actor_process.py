@@ -1,6 +1,6 @@
 """One actor of a trainer under test, as a process of its own: JSON commands on stdin, JSON answers on stdout.
 
-Run as a script by `test_trainer.py`: `actor_process.py RANK WORLD_SIZE STORE_FILE`. A command is a list: the name of a
+Run as a script by the trainer's tests: `actor_process.py RANK WORLD_SIZE STORE_FILE`. A command is a list: the name of a
 function below and its arguments. The answer is {"result": ...} or {"error": type, "message": text}.
 """
 
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,16 @@ import torch.distributed as dist
 
 from tiderl.config.schema import AgentConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from tiderl.errors import TideError
+from tiderl.rl.loss import policy_loss
+from tiderl.rl.packing import pack
 from tiderl.trainers import checkpoint
+from tiderl.trainers.base import InFlight, LogProbs, MicroBatchResult
 from tiderl.trainers.fsdp import FsdpTrainer
+from tiderl.trainers.packed_pass import gather, packed_log_probs
+from tiderl.trainers.reference import HostedReference
 from tiderl.types import Finish, GroupId, MicroBatch, MicroBatchId, TaskId, TaskKind, Trajectory
 
+CPU = torch.device("cpu")
 SECTIONS = {
     "agent": AgentConfig,
     "model": ModelConfig,
@@ -54,24 +61,59 @@ def to_trajectory(plain: dict[str, Any]) -> Trajectory:
     )
 
 
+def to_micro_batch(plain: list[dict[str, Any]], advantages: list[float]) -> MicroBatch:
+    return MicroBatch(MicroBatchId(0), 0, tuple(to_trajectory(t) for t in plain), tuple(advantages))
+
+
+def to_plain(result: MicroBatchResult) -> dict[str, Any]:
+    return {
+        "num_tokens": result.num_tokens,
+        "num_trained_tokens": result.num_trained_tokens,
+        "num_padding_tokens": result.num_padding_tokens,
+        "sums": dict(result.sums),
+        "max_same_version_gap": result.max_same_version_gap,
+    }
+
+
+def alternating(num_micro_batches: int) -> list[tuple[str, int]]:
+    """Reference and actor in turn for every micro-batch."""
+    return [(name, i) for i in range(num_micro_batches) for name in ("score", "forward", "backward")]
+
+
 class Actor:
     """The commands. Each is made on every rank; arguments that are lists of one entry a rank are picked from by `rank`."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.storage_group = dist.new_group(backend="gloo")
+        self.config: Config
         self.trainer: FsdpTrainer
+        self.reference: HostedReference
 
-    def start(self, settings: dict[str, dict[str, Any]]) -> int:
+    def start(self, settings: dict[str, dict[str, Any]], reference_folder: str = "") -> int:
+        """`reference_folder`: of a reference that is not the model that the trainer starts from, so that a KL penalty tells."""
         config = Config(**{name: SECTIONS[name](**values) for name, values in settings.items()})
         assert dist.group.WORLD is not None
-        self.trainer = FsdpTrainer(config, dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
+        self.config = config
+        self.trainer = FsdpTrainer(config, dist.group.WORLD, self.storage_group, CPU)
         self.trainer.start()
+        if config.loss.kl_weight > 0.0:
+            model = replace(config.model, path=reference_folder or config.model.path)
+            self.reference = HostedReference(replace(config, model=model), CPU)
+            self.reference.start()
         return self.trainer.version
 
-    def step(self, micro_batches: list[list[dict[str, Any]]], abandon: list[bool]) -> dict[str, Any]:
-        """A whole step; `micro_batches[rank]` are this rank's, each {"trajectories", "advantages"}."""
+    def step(
+        self,
+        micro_batches: list[list[dict[str, Any]]],
+        abandon: list[bool],
+        orders: list[list[tuple[str, int]]] | None = None,
+    ) -> dict[str, Any]:
+        """A whole step; `micro_batches[rank]` are this rank's, each {"trajectories", "advantages"}, and `orders[rank]` says what
+        is done with them in what order (see `work`)."""
         self.trainer.begin_step()
-        results = [self.train(m["trajectories"], m["advantages"]) for m in micro_batches[self.rank]]
+        own = micro_batches[self.rank]
+        results = self.work(own, orders[self.rank] if orders else alternating(len(own)))
         done = self.trainer.end_step(abandon=abandon[self.rank])
         return {
             "results": results,
@@ -83,26 +125,54 @@ class Actor:
             "num_trained_tokens": done.num_trained_tokens,
         }
 
-    def train(self, plain: list[dict[str, Any]], advantages: list[float]) -> dict[str, Any]:
-        trajectories = tuple(to_trajectory(t) for t in plain)
-        micro_batch = MicroBatch(MicroBatchId(0), 0, trajectories, tuple(advantages))
-        reference = None
-        if self.trainer._config.loss.kl_weight > 0.0:
-            reference = self.trainer.reference_log_probs(trajectories)
-        result = self.trainer.train_micro_batch(micro_batch, reference)
-        return {
-            "num_tokens": result.num_tokens,
-            "num_trained_tokens": result.num_trained_tokens,
-            "num_padding_tokens": result.num_padding_tokens,
-            "sums": dict(result.sums),
-            "max_same_version_gap": result.max_same_version_gap,
-        }
+    def work(self, plain: list[dict[str, Any]], order: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        """Each entry is something to do and the micro-batch to do it with. `score`: the reference on this rank, handed over as it
+        is; `receive`: as it comes from another rank; `ordinary`: loss and backward in one, straight through the graph."""
+        micro_batches = [to_micro_batch(p["trajectories"], p["advantages"]) for p in plain]
+        has_reference = self.config.loss.kl_weight > 0.0
+        references: dict[int, Sequence[LogProbs]] = {}
+        in_flight: dict[int, InFlight] = {}
+        results = []
+        for name, i in order:
+            if name == "forward":
+                in_flight[i] = self.trainer.forward(micro_batches[i])
+            elif name == "backward":
+                results.append(to_plain(self.trainer.backward(in_flight.pop(i), references.get(i))))
+            elif name == "ordinary":
+                self.train_ordinarily(micro_batches[i], references.get(i))
+            elif has_reference:
+                references[i] = self.score_reference(micro_batches[i], name == "receive")
+        if has_reference:
+            self.reference.swap_out()
+        return results
+
+    def score_reference(self, micro_batch: MicroBatch, receive: bool) -> Sequence[LogProbs]:
+        self.reference.swap_in()
+        log_probs = self.reference.log_probs(micro_batch.trajectories)
+        if not receive:
+            return log_probs
+        # A message's arrays lie in its frames, which nobody may write to.
+        return [np.frombuffer(np.asarray(own).tobytes(), dtype=np.float32) for own in log_probs]
+
+    def train_ordinarily(self, micro_batch: MicroBatch, reference: Sequence[LogProbs] | None) -> None:
+        batch = pack(micro_batch.trajectories)
+        log_probs = packed_log_probs(self.trainer._model, batch, self.config.agent.temperature, CPU)
+        advantages = np.asarray(micro_batch.advantages, dtype=np.float32)[batch.owners]
+        loss = policy_loss(
+            log_probs,
+            torch.from_numpy(batch.engine_log_probs),
+            torch.from_numpy(advantages),
+            gather(batch, reference, CPU) if reference is not None else None,
+            self.config.loss,
+        )
+        loss.total.backward()
+        self.trainer._num_trained_tokens += batch.num_targets
+
+    def forward(self, plain: list[dict[str, Any]], advantages: list[float]) -> int:
+        return self.trainer.forward(to_micro_batch(plain, advantages)).num_tokens
 
     def begin(self) -> None:
         self.trainer.begin_step()
-
-    def reference(self, plain: list[dict[str, Any]]) -> list[list[float]]:
-        return [a.tolist() for a in self.trainer.reference_log_probs([to_trajectory(t) for t in plain])]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         scores: list[float] = self.trainer.score(token_ids).tolist()

@@ -46,10 +46,14 @@ class Actor:
 
     def step(self, sizes: list[list[list[int]]], abandon: list[bool]) -> dict[str, Any]:
         """A whole step. `sizes[rank]` are this rank's micro-batches, each the lengths of its trajectories, half of which (the
-        later tokens) are generated."""
+        later tokens) are generated. All are in flight before the first is finished."""
         self.trainer.begin_step()
-        for lengths in sizes[self.rank]:
-            self.trainer.train_micro_batch(micro_batch(*(trajectory(n, range(n // 2, n)) for n in lengths)), None)
+        in_flight = [
+            self.trainer.forward(micro_batch(*(trajectory(n, range(n // 2, n)) for n in lengths)))
+            for lengths in sizes[self.rank]
+        ]
+        for forward in reversed(in_flight):
+            self.trainer.backward(forward, None)
         return {**asdict(self.trainer.end_step(abandon=abandon[self.rank])), "optimizer_s": None}
 
     def call(self, names: list[str]) -> Any:

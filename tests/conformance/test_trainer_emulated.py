@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance.test_trainer import Actors
+from tests.conformance.trainer_actors import Actors
 from tiderl.rl import emulated_model
 
 SCRIPT = "emulated_actor_process.py"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.unit.trainer_fakes import GB, FakeTime, RoundCosts, micro_batch, trajectory
+from tests.unit.trainer_fakes import GB, FakeTime, RoundCosts, micro_batch, sleeps, train, trajectory
 from tiderl.clock import JobClock
 from tiderl.config.schema import Config, LossConfig, OptimConfig, TrainerConfig
 from tiderl.errors import TrainerError
@@ -18,7 +18,6 @@ from tiderl.rl import emulated_model
 from tiderl.trainers.base import Trainer
 from tiderl.trainers.emulated import EmulatedTrainer
 
-SCALE = 4.0
 NUM_RECEIVERS = 8
 SMALL = RoundCosts(memory_bytes=80 * GB)
 
@@ -43,17 +42,10 @@ def time() -> FakeTime:
 def make(group: dist.ProcessGroup, time: FakeTime) -> Make:
     def build(costs: RoundCosts | None = None, **sections: object) -> EmulatedTrainer:
         config = Config(**sections)  # type: ignore[arg-type]
-        clock = JobClock(SCALE, time.read_s)
+        clock = JobClock(time.scale, time.read_s)
         return EmulatedTrainer(config, group, costs or RoundCosts(), clock, NUM_RECEIVERS, time.sleep)  # type: ignore[arg-type]
 
     return build
-
-
-def sleeps(time: FakeTime) -> list[float]:
-    """The job's seconds of all sleeps since the last call."""
-    taken = [seconds * SCALE for seconds in time.sleeps_s]
-    time.sleeps_s.clear()
-    return taken
 
 
 KL = LossConfig(kl_weight=0.1)
@@ -67,11 +59,11 @@ def test_it_is_a_trainer(make: Make) -> None:
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
-def test_starting_moves_the_weights_and_a_reference_of_the_same_size(make: Make, time: FakeTime) -> None:
+def test_starting_moves_the_weights(make: Make, time: FakeTime) -> None:
     make().start()
     assert sleeps(time) == [1.5]
-    make(loss=KL).start()
-    assert sleeps(time) == [1.5, 1.5]
+    make(loss=KL).start()  # the reference is loaded by itself
+    assert sleeps(time) == [1.5]
 
 
 @pytest.mark.parametrize(("checkpoint_layers", "times"), [(False, 2), (True, 3)])
@@ -82,9 +74,12 @@ def test_a_steps_seconds_are_the_cost_models(make: Make, time: FakeTime, checkpo
     trainer.begin_step()
     assert sleeps(time) == [0.25]
     batch = micro_batch(trajectory(8, [3, 5]), trajectory(20, [9]), trajectory(6, []))
-    result = trainer.train_micro_batch(batch, None)
     forward_s = (5 + 25 + 9 + 81) / 100
-    assert sleeps(time) == pytest.approx([forward_s, times * forward_s])
+    in_flight = trainer.forward(batch)
+    assert in_flight.num_tokens == 34
+    assert sleeps(time) == pytest.approx([forward_s])
+    result = trainer.backward(in_flight, None)
+    assert sleeps(time) == pytest.approx([times * forward_s])
     assert (result.forward_s, result.backward_s) == pytest.approx((forward_s, times * forward_s))
     assert (result.num_tokens, result.num_trained_tokens, result.num_padding_tokens) == (34, 3, 0)
     done = trainer.end_step(abandon=False)
@@ -97,46 +92,45 @@ def test_the_seconds_told_are_those_that_passed(make: Make, time: FakeTime) -> N
     trainer = make()
     trainer.begin_step()
     time.overshoot_s = 0.25
-    first = trainer.train_micro_batch(micro_batch(trajectory(30, [29])), None)
+    first = train(trainer, micro_batch(trajectory(30, [29])), None)
     # 29 tokens: 8.7 s forward, 17.4 s backward.
     assert (first.forward_s, first.backward_s) == pytest.approx((8.7 + 1.0, 17.4))
     assert trainer.late_s == pytest.approx(1.0)
-    second = trainer.train_micro_batch(micro_batch(trajectory(30, [29])), None)
+    second = train(trainer, micro_batch(trajectory(30, [29])), None)
     assert (second.forward_s, second.backward_s) == pytest.approx((8.7, 17.4))
 
 
 def test_nothing_drifts_over_many_steps(make: Make, time: FakeTime) -> None:
-    trainer = make(loss=KL)
+    trainer = make()
     time.overshoot_s = 0.01
     began_s = time.now_s
     batch = micro_batch(trajectory(21, [20]))
     for _ in range(200):
         trainer.begin_step()
-        reference = trainer.reference_log_probs(batch.trajectories)
-        trainer.train_micro_batch(batch, reference)
+        train(trainer, batch, None)
         trainer.end_step(abandon=False)
-    # 20 tokens are 4.2 s forward, three times for reference, forward (once) and backward (twice): 4 x 4.2.
-    wanted_s = 200 * (0.25 + 4 * 4.2 + 6.0)
-    assert (time.now_s - began_s) * SCALE == pytest.approx(wanted_s + trainer.late_s)
-    assert trainer.late_s == pytest.approx(0.01 * SCALE)
+    # 20 tokens are 4.2 s forward, and twice that backward.
+    wanted_s = 200 * (0.25 + 3 * 4.2 + 6.0)
+    assert (time.now_s - began_s) * time.scale == pytest.approx(wanted_s + trainer.late_s)
+    assert trainer.late_s == pytest.approx(0.01 * time.scale)
 
 
-def test_the_reference_takes_a_forward_of_each_part(make: Make, time: FakeTime) -> None:
-    """Parts of at most 20 tokens: (12, 7), (15), (25). The last has no generated token: no forward. Log-probs are the
-    engine's."""
-    trainer = make(loss=KL, trainer=TrainerConfig(max_micro_batch_tokens=20))
-    trajectories = [trajectory(12, [4, 11]), trajectory(7, [2]), trajectory(15, [10]), trajectory(25, [])]
-    arrays = trainer.reference_log_probs(trajectories)
-    assert sleeps(time) == pytest.approx([(11 + 121 + 2 + 4) / 100, (10 + 100) / 100])
-    for array, played in zip(arrays, trajectories, strict=True):
-        np.testing.assert_array_equal(array, np.where(played.generated, played.log_probs, 0.0))
+def test_the_wait_between_forward_and_backward_is_nobodys(make: Make, time: FakeTime) -> None:
+    """Ten seconds pass until the reference's log-probs are there: they neither count nor shorten the backward."""
+    trainer = make(loss=KL)
+    trainer.begin_step()
+    batch = micro_batch(trajectory(30, [29]))
+    in_flight = trainer.forward(batch)
+    time.now_s += 10.0
+    result = trainer.backward(in_flight, [np.zeros(30, dtype=np.float32)])
+    assert (result.forward_s, result.backward_s) == pytest.approx((8.7, 17.4))
 
 
 def test_a_micro_batch_without_a_trained_token_takes_no_time(make: Make, time: FakeTime) -> None:
     trainer = make()
     trainer.begin_step()
     sleeps(time)
-    result = trainer.train_micro_batch(micro_batch(trajectory(9, [])), None)
+    result = train(trainer, micro_batch(trajectory(9, [])), None)
     assert (result.forward_s, result.backward_s, result.num_trained_tokens, sleeps(time)) == (0.0, 0.0, 0, [])
 
 
@@ -166,7 +160,7 @@ def test_weights_and_scores_follow_the_version(make: Make) -> None:
         )
         np.testing.assert_array_equal(trainer.score(ids), emulated_model.score(emulated_model.weights_of(version), ids))
         trainer.begin_step()
-        trainer.train_micro_batch(micro_batch(trajectory(9, [4])), None)
+        train(trainer, micro_batch(trajectory(9, [4])), None)
         assert trainer.end_step(abandon=False).updated
 
 
@@ -175,7 +169,7 @@ def test_an_update_tells_the_learning_rate_that_it_was_made_with(make: Make) -> 
     rates = []
     for abandon in (False, True, False, False):
         trainer.begin_step()
-        trainer.train_micro_batch(micro_batch(trajectory(9, [4])), None)
+        train(trainer, micro_batch(trajectory(9, [4])), None)
         rates.append(trainer.end_step(abandon=abandon).lr)
     # Half, then the whole of it twice (the abandoned one is made again).
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.4])
@@ -184,7 +178,7 @@ def test_an_update_tells_the_learning_rate_that_it_was_made_with(make: Make) -> 
 def test_no_loss_is_made_up(make: Make) -> None:
     trainer = make()
     trainer.begin_step()
-    result = trainer.train_micro_batch(micro_batch(trajectory(9, [4])), None)
+    result = train(trainer, micro_batch(trajectory(9, [4])), None)
     assert (result.sums, result.max_same_version_gap) == ({}, 0.0)
     assert trainer.end_step(abandon=False).grad_norm == 0.0
 
@@ -192,48 +186,44 @@ def test_no_loss_is_made_up(make: Make) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_just_fits_starts_and_one_byte_more_does_not(make: Make, time: FakeTime) -> None:
+def test_a_model_that_does_not_fit_does_not_start(make: Make, time: FakeTime) -> None:
     """One actor: 45 GB and 24 GB of optimizer."""
     make(RoundCosts(memory_bytes=69 * GB)).start()
     sleeps(time)
-    with pytest.raises(TrainerError) as caught:
+    with pytest.raises(TrainerError, match=r"needs 69\.0 GB"):
         make(RoundCosts(memory_bytes=69 * GB - 1)).start()
     assert sleeps(time) == []
-    message = str(caught.value)
-    assert "needs 69.0 GB" in message and "69.0 GB resident (weights, gradients, its share of the optimizer)" in message
-    assert message.endswith("what helps: more actors (roles.num_actors, 1)")
 
 
-def test_a_reference_that_does_not_fit_can_be_done_without(make: Make) -> None:
-    with pytest.raises(
-        TrainerError, match=r"needs 84\.0 GB.*optimizer, reference\).*has 80\.0 GB.*or loss\.kl_weight = 0"
-    ):
-        make(SMALL, loss=KL).start()
-    make(SMALL).start()
-
-
-def test_a_micro_batch_that_just_fits_trains_and_one_token_more_does_not(make: Make) -> None:
-    """80 - 69 GB are left, 1 GB a computed token."""
+def test_as_many_forwards_are_in_flight_as_fit(make: Make) -> None:
+    """80 - 69 GB are left, 1 GB a computed token: 5 + 6 tokens fit, and 1 token more once there is room again."""
     trainer = make(SMALL)
     trainer.begin_step()
-    trainer.train_micro_batch(micro_batch(trajectory(20, [11])), None)
-    with pytest.raises(TrainerError) as caught:
-        trainer.train_micro_batch(micro_batch(trajectory(20, [11]), trajectory(20, [1])), None)
-    message = str(caught.value)
-    assert "needs 81.0 GB" in message and "12.0 GB of activations (micro-batch of 12 tokens)" in message
-    for setting in ("checkpoint_layers = true", "max_micro_batch_tokens (16384)", "roles.num_actors, 1"):
-        assert setting in message
-    assert "kl_weight" not in message
+    first, second, third = (micro_batch(trajectory(20, [n])) for n in (5, 6, 1))
+    in_flight = trainer.forward(first)
+    trainer.forward(second)
+    with pytest.raises(TrainerError, match="3 micro-batches in flight, 12 tokens"):
+        trainer.forward(third)
+    trainer.backward(in_flight, None)
+    trainer.forward(third)
 
 
-def test_recomputing_layers_makes_room_and_is_not_offered_twice(make: Make) -> None:
-    """A tenth of the activations: 110 tokens fit."""
-    trainer = make(SMALL, trainer=TrainerConfig(checkpoint_layers=True))
+def test_a_micro_batch_without_a_trained_token_takes_no_memory(make: Make) -> None:
+    trainer = make(SMALL)
     trainer.begin_step()
-    trainer.train_micro_batch(micro_batch(trajectory(111, [110])), None)
-    with pytest.raises(TrainerError, match="max_micro_batch_tokens") as caught:
-        trainer.train_micro_batch(micro_batch(trajectory(112, [111])), None)
-    assert "checkpoint_layers" not in str(caught.value)
+    for _ in range(3):
+        train(trainer, micro_batch(trajectory(100, [])), None)
+
+
+def test_an_abandoned_step_frees_what_was_in_flight(make: Make) -> None:
+    trainer = make(SMALL)
+    for _ in range(3):
+        trainer.begin_step()
+        trainer.forward(micro_batch(trajectory(20, [11])))
+        assert trainer.end_step(abandon=True).abandoned
+    trainer.begin_step()
+    train(trainer, micro_batch(trajectory(20, [11])), None)
+    assert trainer.end_step(abandon=False).num_trained_tokens == 1
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -242,7 +232,7 @@ def test_recomputing_layers_makes_room_and_is_not_offered_twice(make: Make) -> N
 def test_calls_out_of_order_are_refused(make: Make, tmp_path: Path) -> None:
     trainer = make()
     with pytest.raises(TrainerError, match="call begin_step first"):
-        trainer.train_micro_batch(micro_batch(trajectory(9, [4])), None)
+        train(trainer, micro_batch(trajectory(9, [4])), None)
     with pytest.raises(TrainerError, match="without begin_step"):
         trainer.end_step(abandon=False)
     trainer.begin_step()
@@ -257,13 +247,23 @@ def test_calls_out_of_order_are_refused(make: Make, tmp_path: Path) -> None:
             call()
 
 
-def test_a_reference_is_wanted_exactly_where_the_loss_has_a_kl_term(make: Make) -> None:
-    with pytest.raises(TrainerError, match="kl_weight is 0"):
-        make().reference_log_probs([trajectory(9, [4])])
+def test_a_reference_is_wanted_where_the_loss_has_a_kl_term(make: Make) -> None:
     trainer = make(loss=KL)
     trainer.begin_step()
     with pytest.raises(TrainerError, match="reference log-probs are needed"):
-        trainer.train_micro_batch(micro_batch(trajectory(9, [4])), None)
+        train(trainer, micro_batch(trajectory(9, [4])), None)
+
+
+def test_a_step_is_not_closed_over_forwards_in_flight(make: Make) -> None:
+    trainer = make()
+    trainer.begin_step()
+    in_flight = trainer.forward(micro_batch(trajectory(9, [4])))
+    with pytest.raises(TrainerError, match="1 micro-batches have had their forward but not their backward"):
+        trainer.end_step(abandon=False)
+    trainer.backward(in_flight, None)
+    assert trainer.end_step(abandon=False).updated
+    with pytest.raises(TrainerError, match="not in flight"):
+        trainer.backward(in_flight, None)
 
 
 def test_there_is_nothing_to_export(make: Make, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tiderl.trainers.base import LogProbs, MicroBatchResult, Trainer
 from tiderl.types import Finish, GroupId, MicroBatch, MicroBatchId, TaskId, TaskKind, Trajectory
 
 GB = 10**9
@@ -47,8 +48,9 @@ class RoundCosts:
 
 @dataclass
 class FakeTime:
-    """A machine's clock. A sleep ends `overshoot_s` late."""
+    """A machine's clock, on which the job's seconds pass `scale` times as fast. A sleep ends `overshoot_s` late."""
 
+    scale: float = 4.0
     now_s: float = 1000.0
     overshoot_s: float = 0.0
     sleeps_s: list[float] = field(default_factory=list)
@@ -60,6 +62,13 @@ class FakeTime:
         assert seconds > 0.0
         self.sleeps_s.append(seconds)
         self.now_s += seconds + self.overshoot_s
+
+
+def sleeps(time: FakeTime) -> list[float]:
+    """The job's seconds of all sleeps since the last call."""
+    taken = [seconds * time.scale for seconds in time.sleeps_s]
+    time.sleeps_s.clear()
+    return taken
 
 
 def trajectory(num_tokens: int, generated: Sequence[int]) -> Trajectory:
@@ -86,3 +95,8 @@ def trajectory(num_tokens: int, generated: Sequence[int]) -> Trajectory:
 
 def micro_batch(*trajectories: Trajectory) -> MicroBatch:
     return MicroBatch(MicroBatchId(0), 0, trajectories, (1.0,) * len(trajectories))
+
+
+def train(trainer: Trainer, batch: MicroBatch, reference: Sequence[LogProbs] | None) -> MicroBatchResult:
+    """Forward, and backward at once."""
+    return trainer.backward(trainer.forward(batch), reference)

@@ -1,4 +1,4 @@
-"""The trainer protocol: forward, backward, optimizer and weights of one actor rank.
+"""The trainer protocol (forward, backward, optimizer and weights of one actor rank), and that of the reference model.
 
 All calls come from the rank's device thread. Calls marked (collective) are made by every actor of the group in the same order;
 the others involve no other rank, so that actors may get unequal numbers of micro-batches without waiting for each other.
@@ -10,6 +10,10 @@ Invariants (tests/conformance/test_trainer.py, every implementation):
 2. A step with no micro-batch on some rank works; a step abandoned by any rank changes nothing on any rank.
 3. `full_weights` yields the Hugging Face names that the engine expects, in a fixed order, tied duplicates left out.
 4. Non-finite losses or gradients never reach the weights: the update is skipped and reported.
+5. The loss is built in `backward`, not in `forward`: any number of forwards may be in flight (memory permitting), and gradients do
+   not depend on how forwards and backwards are interleaved; bit for bit, where backwards come in the order of the forwards.
+6. The reference is the model that the job started from, read only: leaving the device writes nothing back, and coming back gives
+   the same log-probs, bit for bit, in the same place.
 
 Source: paper §3, Appendix B.3.
 """
@@ -19,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +34,16 @@ if TYPE_CHECKING:
     import torch
 
 
+class InFlight(Protocol):
+    """A micro-batch between its forward and its backward: it holds the graph."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatchResult:
-    """What one micro-batch did on this rank. Sums are over trained tokens; the seconds are wall time."""
+    """What one micro-batch did on this rank. Sums are over trained tokens; the seconds are the job's."""
 
     num_tokens: int
     num_trained_tokens: int
@@ -44,6 +55,10 @@ class MicroBatchResult:
     sums: Mapping[str, float]
     #: Largest |trainer - engine| log-prob among tokens that the trainer's present weights produced (0.0 if none).
     max_same_version_gap: float
+
+
+#: A trajectory's log-probs [num_tokens], float32: a tensor on the device where reference and actor share one, else an array.
+LogProbs: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +83,17 @@ class Trainer(Protocol):
         """Updates made so far."""
 
     def start(self) -> None:
-        """(collective) Load model, reference (if `loss.kl_weight` > 0) and optimizer. Raises `ModelError`."""
+        """(collective) Load model and optimizer. Raises `ModelError`."""
 
     def begin_step(self) -> None:
         """(collective) Zero the gradients and make the parameters available for the whole step."""
 
-    def reference_log_probs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-        """Reference log-probs, one array [num_tokens] a trajectory, 0.0 where `generated` is False."""
+    def forward(self, micro_batch: MicroBatch) -> InFlight:
+        """Log-probs under the present weights, the graph kept. Raises `TrainerError` outside a step."""
 
-    def train_micro_batch(
-        self, micro_batch: MicroBatch, reference: Sequence[npt.NDArray[np.float32]] | None
-    ) -> MicroBatchResult:
-        """Forward and backward; gradients add up locally."""
+    def backward(self, in_flight: InFlight, reference: Sequence[LogProbs] | None) -> MicroBatchResult:
+        """Loss and backward; gradients add up locally. `reference`: one a trajectory, on any device, taken without a copy where it
+        is on the trainer's; None where the loss has no KL penalty. Each `InFlight` once."""
 
     def end_step(self, *, abandon: bool) -> StepResult:
         """(collective) Reduce, clip, update. If any rank abandons, all do."""
@@ -101,3 +115,27 @@ class Trainer(Protocol):
 
     def export_hf(self, folder: Path) -> None:
         """(collective) Write a Hugging Face model folder with the tokenizer."""
+
+
+class Reference(Protocol):
+    """The reference model on one rank: whole in host memory, on the device while it is needed. Involves no other rank."""
+
+    @property
+    def is_on_device(self) -> bool: ...
+
+    def start(self) -> None:
+        """Load the model that the job started from into host memory. Raises `ModelError`."""
+
+    def swap_in(self) -> float:
+        """Bring it to the device, in place; returns the job's seconds that it took, 0.0 where it is there."""
+
+    def swap_out(self) -> float:
+        """Free its place on the device; nothing is written back. Returns seconds, 0.0 where it is not there."""
+
+    def fits_beside(self) -> bool:
+        """Whether it could stay on the device beside an actor and one micro-batch (`trainer.swap = "auto"`). Ask while it is not
+        there, at the end of a step that had micro-batches. Raises `TrainerError` while it is there."""
+
+    def log_probs(self, trajectories: Sequence[Trajectory]) -> list[LogProbs]:
+        """One a trajectory [num_tokens], 0.0 where `generated` is False; any number of trajectories, computed a micro-batch's worth
+        of tokens at a time. On the device. Raises `TrainerError` where it is not swapped in."""

@@ -6,19 +6,19 @@ No loss is made up: `sums` is empty and the gradient norm is 0.0.
 
 What takes how long (costs of `profiles.costs.CostModel`, the job's seconds):
 
-    start                  swap_s(weights), and once more for a reference
-    begin_step             gather_s
-    reference_log_probs    forward_s of each part, cut as `FsdpTrainer` cuts it
-    train_micro_batch      forward_s, backward_s
-    end_step               the wait for the slowest actor, optimizer_s
-    full_weights           sync_s, before the weights are handed out: receivers see the broadcast take so long
-    score, save, load      nothing: the canary is tiny, and no profile says how fast a disk is
+    start                swap_s(weights)
+    begin_step           gather_s
+    forward, backward    forward_s, backward_s
+    end_step             the wait for the slowest actor, optimizer_s
+    full_weights         sync_s, before the weights are handed out: receivers see the broadcast take so long
+    score, save, load    nothing: the canary is tiny, and no profile says how fast a disk is
 
 Invariants: those of `base.py` that do not speak of gradients, and (tests/unit/test_emulated_trainer.py,
 tests/conformance/test_trainer_emulated.py)
 
 1. The seconds that pass are the cost model's, without drift (`emulated_pace.py`); reported ones are those that passed.
-2. What would not fit into the GPU's memory is refused (`emulated_memory.py`).
+2. What would not fit into the GPU's memory is refused (`emulated_memory.py`): a forward, whose activations stay until its backward,
+   limits how many may be in flight.
 3. Nothing between `begin_step` and `end_step` involves another rank; every other call meets all actors (`emulated_calls.py`).
 
 Source: paper §3, §5.1.
@@ -31,6 +31,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,19 +44,29 @@ from tiderl.config.schema import Config
 from tiderl.errors import TrainerError
 from tiderl.profiles.costs import CostModel
 from tiderl.rl import emulated_model
-from tiderl.rl.packing import pack, split_by_tokens
-from tiderl.trainers.base import MicroBatchResult, StepResult
+from tiderl.rl.packing import PackedBatch, pack
+from tiderl.trainers.base import InFlight, LogProbs, MicroBatchResult, StepResult
 from tiderl.trainers.emulated_calls import ActorCalls
 from tiderl.trainers.emulated_memory import ActorMemory
 from tiderl.trainers.emulated_pace import Pace
+from tiderl.trainers.in_flight import InFlightForwards
 from tiderl.trainers.optim import learning_rate
-from tiderl.types import MicroBatch, Trajectory, WeightVersion
+from tiderl.types import MicroBatch, WeightVersion
 
 #: The real trainers' name for it, with a format that none of them reads.
 MARKER = "checkpoint.json"
 FORMAT = "emulated-1"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """A micro-batch whose activations are held."""
+
+    num_tokens: int
+    batch: PackedBatch
+    forward_s: float
 
 
 class EmulatedTrainer:
@@ -75,12 +86,14 @@ class EmulatedTrainer:
         self._clock = clock
         self._num_receivers = num_receivers
         self._actors = ActorCalls(group, config.timeouts.collective_s)
-        self._memory = ActorMemory(config, costs, self._actors.num_actors)
+        #: Of the rank's GPU: a reference beside this actor takes its own from it.
+        self.memory = ActorMemory(config, costs, self._actors.num_actors)
         self._pace = Pace(clock, sleep)
         self._has_reference = config.loss.kl_weight > 0.0
         self._version = WeightVersion(0)
         self._in_step = False
         self._num_trained_tokens = 0
+        self._in_flight: InFlightForwards[_Forward] = InFlightForwards()
 
     @property
     def version(self) -> WeightVersion:
@@ -93,11 +106,9 @@ class EmulatedTrainer:
 
     def start(self) -> None:
         """(collective) See `base.Trainer`. Raises `TrainerError` where model and optimizer don't fit."""
-        self._memory.check_resident()
+        self.memory.check_resident()
         self._pace.begin()
         self._pace.wait(self._costs.swap_s(self._costs.weight_bytes))
-        if self._has_reference:
-            self._pace.wait(self._costs.swap_s(self._costs.weight_bytes))
         self._actors.meet("start")
 
     def begin_step(self) -> None:
@@ -112,44 +123,37 @@ class EmulatedTrainer:
         if self._in_step:
             raise TrainerError(f"{call} was called inside a training step; call end_step first")
 
-    def reference_log_probs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-        """See `base.Trainer`: the engine's own log-probs."""
-        if not self._has_reference:
-            raise TrainerError(
-                "reference_log_probs: no reference model is loaded because loss.kl_weight is 0; set it above 0"
-            )
-        self._pace.begin()
-        arrays: list[npt.NDArray[np.float32]] = []
-        for part in split_by_tokens([t.num_tokens for t in trajectories], self._config.trainer.max_micro_batch_tokens):
-            batch = pack(trajectories[part.start : part.stop])
-            if batch.num_targets:
-                self._pace.wait(self._costs.forward_s(batch.lengths))
-            arrays.extend(batch.unpack(batch.engine_log_probs))
-        return arrays
-
-    def train_micro_batch(
-        self, micro_batch: MicroBatch, reference: Sequence[npt.NDArray[np.float32]] | None
-    ) -> MicroBatchResult:
-        """See `base.Trainer`. Raises `TrainerError` outside a step, without `reference` where the loss needs it, and where the
-        micro-batch does not fit into memory."""
+    def forward(self, micro_batch: MicroBatch) -> InFlight:
+        """See `base.Trainer`. Raises `TrainerError` outside a step, and where the micro-batch does not fit into memory."""
         if not self._in_step:
-            raise TrainerError("train_micro_batch was called outside a training step; call begin_step first")
-        if reference is None and self._has_reference:
-            raise TrainerError("train_micro_batch: loss.kl_weight is above 0, so reference log-probs are needed")
+            raise TrainerError("forward was called outside a training step; call begin_step first")
         self._pace.begin()
         batch = pack(micro_batch.trajectories)
-        forward_s = backward_s = 0.0
+        forward_s = 0.0
         if batch.num_targets:
-            self._memory.check_micro_batch(sum(batch.lengths))
-            checkpoint_layers = self._config.trainer.checkpoint_layers
+            self.memory.take_activations(sum(batch.lengths))
             forward_s = self._pace.wait(self._costs.forward_s(batch.lengths))
-            backward_s = self._pace.wait(self._costs.backward_s(batch.lengths, checkpoint_layers=checkpoint_layers))
+        return self._in_flight.add(micro_batch.num_tokens, _Forward(micro_batch.num_tokens, batch, forward_s))
+
+    def backward(self, in_flight: InFlight, reference: Sequence[LogProbs] | None) -> MicroBatchResult:
+        """See `base.Trainer`. Raises `TrainerError` without `reference` where the loss needs it, and for a forward that has had
+        its backward or is of another step."""
+        if reference is None and self._has_reference:
+            raise TrainerError("backward: loss.kl_weight is above 0, so reference log-probs are needed")
+        with self._in_flight.finishing(in_flight) as forward:
+            self._pace.begin()
+            batch, backward_s = forward.batch, 0.0
+            if batch.num_targets:
+                checkpoint_layers = self._config.trainer.checkpoint_layers
+                seconds = self._costs.backward_s(batch.lengths, checkpoint_layers=checkpoint_layers)
+                backward_s = self._pace.wait(seconds)
+                self.memory.free_activations(sum(batch.lengths))
         self._num_trained_tokens += batch.num_targets
         return MicroBatchResult(
-            num_tokens=micro_batch.num_tokens,
+            num_tokens=forward.num_tokens,
             num_trained_tokens=batch.num_targets,
             num_padding_tokens=batch.num_padding_tokens,
-            forward_s=forward_s,
+            forward_s=forward.forward_s,
             backward_s=backward_s,
             sums={},
             max_same_version_gap=0.0,
@@ -158,6 +162,10 @@ class EmulatedTrainer:
     def end_step(self, *, abandon: bool) -> StepResult:
         if not self._in_step:
             raise TrainerError("end_step was called without begin_step")
+        if not abandon:
+            self._in_flight.require_none()
+        self._in_flight.drop()
+        self.memory.free_all_activations()
         began_s = self._clock.now_s()
         rows = self._actors.meet("end_step", abandon, self._num_trained_tokens)
         abandoned, num_tokens = any(row[0] for row in rows), sum(row[1] for row in rows)

@@ -5,11 +5,15 @@ therefore gathers all parameters and keeps them; each backward adds to gradients
 reduces them once. FSDP2 reduces in a backward pass, so the last one is a single token with weight zero, the *flush*.
 Between steps only the shards are held: fp32 master weights and the two moments of AdamW, 12 bytes a parameter over the ranks.
 
-Invariants: those of `base.py`, and (tests/conformance/test_trainer.py)
+The loss is deferred: a forward ends with the log-probs, which `backward` cuts off the graph as a leaf. The loss is built on the
+leaf, and the gradient that it leaves there goes down the graph that was kept: the chain rule cut in two, with the operations, and
+their order, of one backward through all.
+
+Invariants: those of `base.py`, and (tests/conformance/test_trainer.py, test_deferred_loss.py)
 
 1. Nothing between `begin_step` and `end_step` involves another rank.
-2. The reference is the model that the job started from, also in a resumed run.
-3. The log-probs are of the distribution sampled from: logits / agent.temperature. `score` alone uses temperature 1.
+2. The log-probs are of the distribution sampled from: logits / agent.temperature. `score` alone uses temperature 1.
+3. A graph is freed by its backward, or with its step: an abandoned one may leave forwards in flight.
 
 Source: paper §3, §5.1, Appendix B.3.
 """
@@ -18,8 +22,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,18 +37,28 @@ from torch.distributed.tensor import DTensor
 
 from tiderl.config.schema import Config
 from tiderl.errors import TrainerError
-from tiderl.rl.loss import policy_loss
-from tiderl.rl.packing import PackedBatch, pack, split_by_tokens
-from tiderl.trainers.base import MicroBatchResult, StepResult
+from tiderl.rl.loss import PolicyLoss, policy_loss
+from tiderl.rl.packing import PackedBatch, pack
+from tiderl.trainers.base import InFlight, LogProbs, MicroBatchResult, StepResult
 from tiderl.trainers.checkpoint import CheckpointWriter, check_fits, raise_together, read_info, read_tensors
 from tiderl.trainers.export import write_model_folder
-from tiderl.trainers.model import PackedCausalLM, load_causal_lm
+from tiderl.trainers.in_flight import InFlightForwards
+from tiderl.trainers.model import DTYPES, PackedCausalLM, load_causal_lm
 from tiderl.trainers.optim import build_optimizer, global_norm, learning_rate, local_gradients
-from tiderl.types import MicroBatch, Trajectory, WeightVersion
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from tiderl.trainers.packed_pass import done_s, gather, packed_log_probs, to_device
+from tiderl.types import MicroBatch, WeightVersion
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """A micro-batch whose loss is still to be built."""
+
+    micro_batch: MicroBatch
+    batch: PackedBatch
+    log_probs: Tensor | None  # [num_targets], with its graph; None where there is no target
+    forward_s: float
 
 
 class FsdpTrainer:
@@ -66,7 +80,7 @@ class FsdpTrainer:
         self._in_step = False
         self._num_trained_tokens = 0
         self._losses_finite = True
-        self._reference: PackedCausalLM | None = None
+        self._in_flight: InFlightForwards[_Forward] = InFlightForwards()
 
     @property
     def version(self) -> WeightVersion:
@@ -74,19 +88,15 @@ class FsdpTrainer:
 
     def start(self) -> None:
         """(collective) See `base.Trainer`. Each rank reads the model folder for itself."""
-        self._model = self._wrap(load_causal_lm(self._config.model.path, None))
+        settings = self._config.trainer
+        self._model = PackedCausalLM(
+            load_causal_lm(self._config.model.path, None),
+            checkpoint_head=settings.checkpoint_head,
+            checkpoint_layers=settings.checkpoint_layers,
+        )
         self._shard()
         self._optimizer = build_optimizer(self._model.parameters(), self._config.optim)
-        if self._config.loss.kl_weight > 0.0:
-            reference = self._wrap(load_causal_lm(self._config.model.path, self._dtype))
-            self._reference = reference.requires_grad_(False).to(self._device)
         self._writer = CheckpointWriter(self._storage_group, self._config.timeouts.step_s)
-
-    def _wrap(self, causal_lm: object) -> PackedCausalLM:
-        settings = self._config.trainer
-        return PackedCausalLM(
-            causal_lm, checkpoint_head=settings.checkpoint_head, checkpoint_layers=settings.checkpoint_layers
-        )
 
     def _shard(self) -> None:
         mesh = DeviceMesh.from_group(self._group, self._device.type)
@@ -130,81 +140,70 @@ class FsdpTrainer:
         if self._in_step:
             raise TrainerError(f"{call} was called inside a training step; call end_step first")
 
-    def reference_log_probs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-        """See `base.Trainer`; takes any number of trajectories, a micro-batch's worth of tokens at a time."""
-        if self._reference is None:
-            raise TrainerError(
-                "reference_log_probs: no reference model is loaded because loss.kl_weight is 0; set it above 0"
-            )
-        arrays: list[npt.NDArray[np.float32]] = []
-        for part in split_by_tokens([t.num_tokens for t in trajectories], self._config.trainer.max_micro_batch_tokens):
-            batch = pack(trajectories[part.start : part.stop])
-            values = np.zeros(0, dtype=np.float32)
-            if batch.num_targets:
-                with torch.no_grad():
-                    values = self._log_probs(self._reference, batch, self._config.agent.temperature).cpu().numpy()
-            arrays.extend(batch.unpack(values))
-        return arrays
-
-    def train_micro_batch(
-        self, micro_batch: MicroBatch, reference: Sequence[npt.NDArray[np.float32]] | None
-    ) -> MicroBatchResult:
-        """See `base.Trainer`. Raises `TrainerError` outside a step, or without `reference` where the loss needs it."""
+    def forward(self, micro_batch: MicroBatch) -> InFlight:
+        """See `base.Trainer`. Raises `TrainerError` outside a step."""
         if not self._in_step:
-            raise TrainerError("train_micro_batch was called outside a training step; call begin_step first")
-        if reference is None and self._config.loss.kl_weight > 0.0:
-            raise TrainerError("train_micro_batch: loss.kl_weight is above 0, so reference log-probs are needed")
+            raise TrainerError("forward was called outside a training step; call begin_step first")
         batch = pack(micro_batch.trajectories)
-        if batch.num_targets == 0:
-            return MicroBatchResult(micro_batch.num_tokens, 0, 0, 0.0, 0.0, {}, 0.0)
-        self._num_trained_tokens += batch.num_targets
+        log_probs, began_s = None, done_s(self._device)
+        if batch.num_targets:
+            log_probs = packed_log_probs(self._model, batch, self._config.agent.temperature, self._device)
+        forward = _Forward(micro_batch, batch, log_probs, done_s(self._device) - began_s)
+        return self._in_flight.add(micro_batch.num_tokens, forward)
 
-        began_s = self._now_s()
-        log_probs = self._log_probs(self._model, batch, self._config.agent.temperature)
-        forward_done_s = self._now_s()
-        advantages = np.asarray(micro_batch.advantages, dtype=np.float32)[batch.owners]
-        loss = policy_loss(
-            log_probs,
-            self._tensor(batch.engine_log_probs),
-            self._tensor(advantages),
-            self._tensor(batch.gather(reference))
-            if reference is not None and self._config.loss.kl_weight > 0.0
-            else None,
-            self._config.loss,
-        )
+    def backward(self, in_flight: InFlight, reference: Sequence[LogProbs] | None) -> MicroBatchResult:
+        """See `base.Trainer`. Raises `TrainerError` without `reference` where the loss needs it, and for a forward that has had
+        its backward or is of another step; `ValueError` where `reference` is that of other trajectories."""
+        if reference is None and self._config.loss.kl_weight > 0.0:
+            raise TrainerError("backward: loss.kl_weight is above 0, so reference log-probs are needed")
+        with self._in_flight.finishing(in_flight) as forward:
+            if forward.log_probs is None:
+                return MicroBatchResult(forward.micro_batch.num_tokens, 0, 0, 0.0, 0.0, {}, 0.0)
+            return self._backward(forward, forward.log_probs, reference)
+
+    def _backward(self, forward: _Forward, log_probs: Tensor, reference: Sequence[LogProbs] | None) -> MicroBatchResult:
+        batch, began_s = forward.batch, done_s(self._device)
+        leaf = log_probs.detach().requires_grad_()
+        loss = self._loss(forward, leaf, reference)
         loss.total.backward()
-        backward_done_s = self._now_s()
+        log_probs.backward(leaf.grad)
+        backward_done_s = done_s(self._device)
 
+        self._num_trained_tokens += batch.num_targets
         sums = dict(zip(loss.sums, torch.stack(list(loss.sums.values())).tolist(), strict=True))
         self._losses_finite = self._losses_finite and math.isfinite(sums["loss"])
-        gaps = np.abs(log_probs.detach().cpu().numpy() - batch.engine_log_probs)
+        gaps = np.abs(leaf.detach().cpu().numpy() - batch.engine_log_probs)
         return MicroBatchResult(
-            num_tokens=micro_batch.num_tokens,
+            num_tokens=forward.micro_batch.num_tokens,
             num_trained_tokens=batch.num_targets,
             num_padding_tokens=batch.num_padding_tokens,
-            forward_s=forward_done_s - began_s,
-            backward_s=backward_done_s - forward_done_s,
+            forward_s=forward.forward_s,
+            backward_s=backward_done_s - began_s,
             sums=sums,
             max_same_version_gap=float(gaps.max(initial=0.0, where=batch.weight_versions == self._version)),
         )
 
-    def _log_probs(self, model: PackedCausalLM, batch: PackedBatch, temperature: float) -> Tensor:
-        inputs = (self._tensor(batch.token_ids), self._tensor(batch.position_ids), batch.lengths)
-        log_probs: Tensor = model(*inputs, self._tensor(batch.rows), self._tensor(batch.targets), temperature)
-        return log_probs
-
-    def _tensor(self, array: npt.NDArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _loss(self, forward: _Forward, leaf: Tensor, reference: Sequence[LogProbs] | None) -> PolicyLoss:
+        batch = forward.batch
+        advantages = np.asarray(forward.micro_batch.advantages, dtype=np.float32)[batch.owners]
+        reference_log_probs = None
+        if reference is not None and self._config.loss.kl_weight > 0.0:
+            reference_log_probs = gather(batch, reference, self._device)
+        return policy_loss(
+            leaf,
+            to_device(batch.engine_log_probs, self._device),
+            to_device(advantages, self._device),
+            reference_log_probs,
+            self._config.loss,
+        )
 
     def end_step(self, *, abandon: bool) -> StepResult:
         if not self._in_step:
             raise TrainerError("end_step was called without begin_step")
-        began_s = self._now_s()
+        if not abandon:
+            self._in_flight.require_none()
+        self._in_flight.drop()
+        began_s = done_s(self._device)
         counts = torch.tensor(
             [abandon, not self._losses_finite, self._num_trained_tokens], dtype=torch.int64, device=self._device
         )
@@ -234,7 +233,7 @@ class FsdpTrainer:
             self._version = WeightVersion(self._version + 1)
         self._optimizer.zero_grad()
         return StepResult(
-            updated, bool(num_abandoning), self._version, grad_norm, lr, num_tokens, self._now_s() - began_s
+            updated, bool(num_abandoning), self._version, grad_norm, lr, num_tokens, done_s(self._device) - began_s
         )
 
     def _flush(self) -> None:

@@ -19,6 +19,8 @@ from tiderl.rl.loss import token_log_probs
 from tiderl.trainers.attention import PACKED_ATTENTION, register_packed_attention
 from tiderl.trainers.model_folder import check_model_folder
 
+#: The types of `model.dtype`.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Where the wrapper keeps the Hugging Face model; stripped from parameter names.
 PREFIX = "causal_lm."
 
