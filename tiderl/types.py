@@ -37,6 +37,19 @@ class TaskKind(enum.Enum):
     EVAL = "eval"
 
 
+class Pipelining(enum.Enum):
+    """Where, and in which order, a step's reference log-probs are computed (paper §5.1)."""
+
+    #: There is no reference: no KL penalty.
+    NONE = "none"
+    #: On the actors' ranks: all micro-batches that are there, then the actor on all of them.
+    COLOCATED = "colocated"
+    #: On ranks of its own, while the actors' forwards run.
+    DECOUPLED = "decoupled"
+    #: On the actors' ranks, reference and actor in turn for every micro-batch (as streaming systems do).
+    ALTERNATING = "alternating"
+
+
 class FailureKind(enum.Enum):
     """Why a task ended without a trajectory. A failure is never a reward."""
 

@@ -243,9 +243,9 @@ class Replay:
             case ac.StartSync():
                 for rank in action.ranks:
                     self._inbox.put_nowait(ev.SyncFinished(rank, action.version, True, "", 0.0, 0.0, 0.0))
-            case ac.OpenStep():
+            case ac.CloseStep():
                 self._done = True
-            case ac.AssignMicroBatch() | ac.CloseStep() | ac.ReportLedger() | ac.Note(level="info"):
+            case ac.OpenStep() | ac.AssignMicroBatch() | ac.ReportLedger() | ac.Note(level="info"):
                 pass
             case _:
                 raise TideError(f"the core says {action}, which has no place in this bench")

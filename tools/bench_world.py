@@ -18,7 +18,7 @@ from typing import Any
 from tiderl.errors import TideError
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
-from tiderl.types import GroupId, GroupSpec, Rank, Role, TaskId, WeightVersion
+from tiderl.types import GroupId, GroupSpec, MicroBatchId, Rank, Role, TaskId, WeightVersion
 from tools.bench_workload import GroupWork, TaskWork
 
 Handle = Callable[[ev.Event, float], tuple[ac.Action, ...]]
@@ -26,6 +26,8 @@ Handle = Callable[[ev.Event, float], tuple[ac.Action, ...]]
 BLOCK_TOKENS = 32
 #: What things take, in seconds: a token, an order on its way, drawing groups, a training step, a weight sync, an episode's start.
 TOKEN_S, ORDER_S, SUPPLY_S, STEP_S, SYNC_S, START_S = 0.02, 0.02, 0.1, 5.0, 2.0, 0.5
+#: From the order to its end; shorter than a step, so that an actor leaves a step after its last one.
+MICRO_BATCH_S = 3.0
 ENGINE_LOAD_EVERY_S = 2.0
 
 
@@ -78,13 +80,14 @@ class World:
         self._version = WeightVersion(0)
         self._supplies: list[ac.SupplyGroups] = []
         self._step: ac.OpenStep | None = None
+        self._micro_batches: dict[MicroBatchId, ac.AssignMicroBatch] = {}
         self._sync_version = WeightVersion(0)
         #: What each rank's engine holds: contexts, of which a group's prompt counts once.
         self._used_tokens: Counter[int] = Counter()
         self._members: Counter[tuple[int, int]] = Counter()
         self._facts: dict[str, Callable[[int], ev.Event]] = {
             name: getattr(self, f"_fact_{name}")
-            for name in ("answer", "cut", "supply", "trained", "ready", "synced", "load")
+            for name in ("answer", "cut", "supply", "micro_batch", "trained", "ready", "synced", "load")
         }
         self._absorb: dict[type, Callable[[Any], None]] = {
             ac.SupplyGroups: self._on_supply,
@@ -95,7 +98,7 @@ class World:
             ac.CloseStep: self._on_close_step,
             ac.PrepareSync: self._on_prepare_sync,
             ac.StartSync: self._on_start_sync,
-            ac.AssignMicroBatch: lambda action: None,
+            ac.AssignMicroBatch: self._on_assign_micro_batch,
             ac.ReportStep: lambda action: None,
             ac.ReportLedger: lambda action: None,
             ac.Note: self._on_note,
@@ -266,6 +269,14 @@ class World:
     def _on_open_step(self, action: ac.OpenStep) -> None:
         self._step = action
 
+    def _on_assign_micro_batch(self, action: ac.AssignMicroBatch) -> None:
+        self._micro_batches[action.micro_batch_id] = action
+        self._plan(MICRO_BATCH_S * self._rng.uniform(0.9, 1.1), "micro_batch", action.micro_batch_id)
+
+    def _fact_micro_batch(self, number: int) -> ev.Event:
+        share = self._micro_batches.pop(MicroBatchId(number))
+        return ev.MicroBatchTrained(share.rank, share.step, share.micro_batch_id, 1000, 1.0, 0.0, 1.0, 2.0, 0.0)
+
     def _on_close_step(self, action: ac.CloseStep) -> None:
         for rank in action.ranks:
             self._plan(STEP_S * self._rng.uniform(0.9, 1.1), "trained", rank)
@@ -283,9 +294,12 @@ class World:
             num_trained_tokens=1,
             num_padding_tokens=0,
             reference_s=1.0,
+            swap_s=0.0,
             forward_s=1.0,
             backward_s=2.0,
+            waited_s=0.0,
             optimizer_s=0.1,
+            num_swaps=0,
             sums={"loss": 0.1},
             max_same_version_gap=0.0,
         )

@@ -20,6 +20,7 @@ from tiderl.config.schema import (
     CheckpointConfig,
     Config,
     EvalConfig,
+    LossConfig,
     ModelConfig,
     RolesConfig,
     RolloutConfig,
@@ -31,7 +32,18 @@ from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
 from tiderl.scheduling.ledger import Activity
-from tiderl.types import FailureKind, GroupId, GroupSpec, Rank, Role, TaskId, TaskKind, WeightVersion
+from tiderl.types import (
+    FailureKind,
+    GroupId,
+    GroupSpec,
+    MicroBatchId,
+    Pipelining,
+    Rank,
+    Role,
+    TaskId,
+    TaskKind,
+    WeightVersion,
+)
 
 MAX_CONTEXT_TOKENS = 100
 MAX_TURNS = 3
@@ -55,18 +67,29 @@ def small_config(
     checkpoint_every: int = 0,
     max_tasks_per_rank: int = 256,
     max_attempts: int = 3,
+    num_ref: int = 0,
+    kl_weight: float = 0.0,
+    mode: str = "tide",
+    pipelining: str = "auto",
+    max_micro_batch_tokens: int = 2 * MAX_CONTEXT_TOKENS,
     **rollout: Any,
 ) -> Config:
     """A job small enough to think through; no share of the KV cache is kept free, so that budgets are what they say."""
     return Config(
         model=ModelConfig(max_context_tokens=MAX_CONTEXT_TOKENS),
-        roles=RolesConfig(num_actors=num_actors),
+        roles=RolesConfig(num_actors=num_actors, num_ref=num_ref),
         rollout=RolloutConfig(
             **{"max_tasks_per_rank": max_tasks_per_rank, "kv_reserve": 0.0, "max_attempts": max_attempts, **rollout}
         ),
         train=TrainConfig(steps=steps, groups_per_step=groups_per_step, group_size=group_size),
-        trainer=TrainerConfig(max_micro_batch_tokens=2 * MAX_CONTEXT_TOKENS),
-        schedule=ScheduleConfig(max_staleness=max_staleness, on_late=on_late),  # type: ignore[arg-type]
+        trainer=TrainerConfig(max_micro_batch_tokens=max_micro_batch_tokens),
+        loss=LossConfig(kl_weight=kl_weight),
+        schedule=ScheduleConfig(
+            max_staleness=max_staleness,
+            on_late=on_late,  # type: ignore[arg-type]
+            mode=mode,  # type: ignore[arg-type]
+            pipelining=pipelining,  # type: ignore[arg-type]
+        ),
         eval=EvalConfig(every=eval_every, num_tasks=num_eval_tasks),
         checkpoint=CheckpointConfig(every=checkpoint_every),
     )
@@ -114,16 +137,19 @@ class World:
     ) -> None:
         self.config, self.kv_tokens, self.capacity, self.block_tokens = config, kv_tokens, capacity, block_tokens
         self.num_actors = config.roles.num_actors
-        self.core = Core(config, self.num_actors + len(kv_tokens))
+        self.ref_ranks = [Rank(self.num_actors + i) for i in range(config.roles.num_ref)]
+        self.first_rollout = self.num_actors + len(self.ref_ranks)
+        self.world_size = self.first_rollout + len(kv_tokens)
+        self.core = Core(config, self.world_size)
         if saved is not None:
             self.core.load_state_dict(saved)
         self.now_s = 0.0
         self.history: list[tuple[float, ev.Event, tuple[ac.Action, ...]]] = []
         # What the ranks and the shell know.
-        self.unjoined = {Rank(r) for r in range(self.num_actors + len(kv_tokens))}
+        self.unjoined = {Rank(r) for r in range(self.world_size)}
         self.capacity_told = False
         self.trained_version = self.synced_version = WeightVersion(saved["version"] if saved else 0)
-        self.rank_versions = {Rank(self.num_actors + i): WeightVersion(0) for i in range(len(kv_tokens))}
+        self.rank_versions = {Rank(self.first_rollout + i): WeightVersion(0) for i in range(len(kv_tokens))}
         self.supplies: deque[ac.SupplyGroups] = deque()
         self.next_train_group = saved["num_supplied"] if saved else 0
         self.next_eval_group = EVAL_BASE
@@ -140,6 +166,12 @@ class World:
         self.step_tasks: list[TaskId] = []
         self.step_outcome: str | None = None
         self.step_left: set[Rank] = set()
+        self.step_closed = False
+        self.step_shares: list[ac.AssignMicroBatch] = []
+        #: Micro-batches of the open step that are not trained on, and those whose log-probs a Ref rank owes.
+        self.to_train: dict[MicroBatchId, ac.AssignMicroBatch] = {}
+        self.to_score: dict[MicroBatchId, ac.ScoreMicroBatch] = {}
+        self.lost: set[Rank] = set()
         self.abandon = False
         self.num_skipped_in_a_row = 0
         self.sync: ac.PrepareSync | None = None
@@ -184,8 +216,14 @@ class World:
                 options.append(("turn_started", task_id))
             if task.state == "acting":
                 options.append(("finished", task_id))
-        if self.step is not None:
-            options += [("trained", r) for r in range(self.num_actors) if r not in self.step_left]
+        options += [("scored", number) for number in self.to_score]
+        for rank in range(self.num_actors):
+            # An actor works its micro-batches off in order; decoupled, each needs its log-probs.
+            mine = [number for number, share in self.to_train.items() if share.rank == rank]
+            if mine and mine[0] not in self.to_score and not self.abandon:
+                options.append(("micro_batch", mine[0]))
+            if self.step_closed and rank not in self.step_left and (not mine or self.abandon):
+                options.append(("trained", rank))
         # The shell answers an evaluation's order for groups long before the next sync is called.
         if self.sync is not None and not any(s.kind is TaskKind.EVAL for s in self.supplies):
             verb = "synced" if self.sync_started else "ready"
@@ -194,7 +232,8 @@ class World:
 
     @property
     def waits_for_a_rank(self) -> bool:
-        return self.shutdown is None and bool(self.unjoined or self.step or self.sync or self.saves_to_wait_for)
+        working = self.step_closed or bool(self.to_train)
+        return self.shutdown is None and bool(self.unjoined or working or self.sync or self.saves_to_wait_for)
 
     @property
     def saves_to_wait_for(self) -> list[ac.SaveCheckpoint]:
@@ -284,7 +323,9 @@ class World:
         self.unjoined.remove(rank)
         if rank < self.num_actors:
             return ev.RankJoined(rank, Role.ACTOR, self.trained_version, 0, 0)
-        num_blocks = self.kv_tokens[rank - self.num_actors] // self.block_tokens
+        if rank < self.first_rollout:
+            return ev.RankJoined(rank, Role.REF, WeightVersion(0), 0, 0)
+        num_blocks = self.kv_tokens[rank - self.first_rollout] // self.block_tokens
         return ev.RankJoined(rank, Role.ROLLOUT, WeightVersion(0), num_blocks, self.block_tokens)
 
     def _capacity(self, _: int) -> ev.Event:
@@ -384,6 +425,26 @@ class World:
         prefilled = self._prefill(task) if task.state == "generating" else 0
         total = task.generated_tokens
         return ev.TaskFailed(task_id, task.rank, FailureKind.CANCELLED, "told to", False, total, prefilled)
+
+    def _micro_batch(self, number: int) -> ev.Event:
+        share = self.to_train.pop(MicroBatchId(number))
+        tokens = sum(self.buffer[t].event.context_tokens for t in share.task_ids)
+        return ev.MicroBatchTrained(share.rank, share.step, share.micro_batch_id, tokens, 0.5, 0.125, 1.0, 2.0, 0.0)
+
+    def _scored(self, number: int) -> ev.Event:
+        share = self.to_score.pop(MicroBatchId(number))
+        tokens = sum(self.buffer[t].event.context_tokens for t in share.task_ids)
+        return ev.ReferenceScored(share.rank, share.step, share.micro_batch_id, tokens, 0.5)
+
+    def work_off(self) -> None:
+        """The actors are through with all micro-batches that they have."""
+        while done := [o for o in self.options() if o[0] in ("scored", "micro_batch")]:
+            self.deliver(done[0])
+
+    def lose(self, rank: Rank) -> tuple[ac.Action, ...]:
+        """A Ref rank dies, and with it all that it owes."""
+        self.lost.add(rank)
+        return self.tell(ev.RankLost(rank, "killed"))
 
     def _trained(self, rank: Rank, updated: bool) -> ev.Event:
         step = self.step
@@ -502,19 +563,39 @@ class World:
         assert self.trained_version == self.synced_version == action.version < self.config.train.steps
         assert action.ranks == tuple(range(self.num_actors))
         self.step, self.step_tasks, self.step_outcome, self.step_left, self.abandon = action, [], None, set(), False
-        self.step_shares: list[ac.AssignMicroBatch] = []
+        self.step_closed, self.step_shares, self.to_train, self.to_score = False, [], {}, {}
+        self.scores_decoupled = action.pipelining is Pipelining.DECOUPLED
+        assert (action.pipelining is Pipelining.NONE) == (self.config.loss.kl_weight == 0.0)
+        assert not self.scores_decoupled or set(self.ref_ranks) - self.lost
 
     def _on_AssignMicroBatch(self, action: ac.AssignMicroBatch) -> None:
         assert self.step is not None and action.step == self.step.step and action.rank < self.num_actors
         assert action.task_ids and len(action.task_ids) == len(action.advantages)
         tokens = sum(self.buffer[t].event.context_tokens for t in action.task_ids)
         assert tokens <= self.config.trainer.max_micro_batch_tokens
+        assert not self.step_closed and action.micro_batch_id not in self.to_train
         self.step_tasks += action.task_ids
         self.step_shares.append(action)
+        self.to_train[action.micro_batch_id] = action
+
+    def _on_ScoreMicroBatch(self, action: ac.ScoreMicroBatch) -> None:
+        """Right after the actor's order, which it repeats; never in a step that the actors finish by themselves."""
+        share = self.step_shares[-1]
+        assert self.scores_decoupled and action.rank in self.ref_ranks and action.rank not in self.lost
+        ours = (share.step, share.micro_batch_id, share.rank, share.task_ids)
+        assert (action.step, action.micro_batch_id, action.actor, action.task_ids) == ours
+        self.to_score[action.micro_batch_id] = action
+
+    def _on_FinishColocated(self, action: ac.FinishColocated) -> None:
+        assert self.step is not None and action.step == self.step.step and self.scores_decoupled
+        self.scores_decoupled, self.to_score = False, {}
 
     def _on_CloseStep(self, action: ac.CloseStep) -> None:
         """The batch is complete: whole groups, each trajectory once, none too stale, advantages that sum to zero."""
-        assert self.step is not None and action.num_micro_batches == len(self.step_shares)
+        assert self.step is not None and action.num_micro_batches == len(self.step_shares) and not self.step_closed
+        self.step_closed = True
+        if self.abandon:
+            return
         assert len(set(self.step_tasks)) == len(self.step_tasks)
         groups: dict[GroupId, list[TaskId]] = {}
         for task_id in self.step_tasks:
@@ -538,7 +619,8 @@ class World:
     def _on_PrepareSync(self, action: ac.PrepareSync) -> None:
         assert self.step is None and self.sync is None
         assert self.round_version is None, "the sync does not wait for the evaluation"
-        assert action.version == self.trained_version and len(action.ranks) == self.num_actors + len(self.kv_tokens)
+        assert action.version == self.trained_version
+        assert list(action.ranks) == [*range(self.num_actors), *self.rank_versions]
         self.sync, self.sync_started, self.sync_answers = action, False, set()
 
     def _on_StartSync(self, action: ac.StartSync) -> None:
@@ -591,7 +673,7 @@ class World:
             self._account("trained", self.last_trained_tokens)
             self.trained_groups += self.step_groups
         self.num_skipped_in_a_row = 0 if updated else self.num_skipped_in_a_row + 1
-        self.step = None
+        self.step, self.step_closed, self.to_train = None, False, {}
 
     def _leave(self, task: Playing) -> None:
         key = (task.order.task_id, task.order.attempt)
@@ -651,9 +733,12 @@ def trained(
         num_trained_tokens=10,
         num_padding_tokens=0,
         reference_s=0.0,
+        swap_s=0.0,
         forward_s=1.0,
         backward_s=2.0,
+        waited_s=0.0,
         optimizer_s=0.5,
+        num_swaps=0,
         sums={"loss": 5.0},
         max_same_version_gap=0.0,
     )

@@ -22,7 +22,8 @@ from tiderl.errors import IllegalEvent
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
 from tiderl.scheduling.ledger import Activity
-from tiderl.types import FailureKind, Rank, Role, TaskId, TaskKind, WeightVersion
+from tiderl.scheduling.training import Phase
+from tiderl.types import FailureKind, MicroBatchId, Rank, Role, TaskId, TaskKind, WeightVersion
 
 UNKNOWN_TASK = TaskId(1 << 40)
 
@@ -49,7 +50,7 @@ def freeze(value: Any, seen: dict[int, int] | None = None) -> Any:
 
 def illegal_events(world: World) -> list[ev.Event]:
     """What no rank could truly report in the present state."""
-    rollout_rank, actor = Rank(world.num_actors), Rank(0)
+    rollout_rank, actor = Rank(world.first_rollout), Rank(0)
     beyond = WeightVersion(world.trained_version + 7)
     finished = ev.TaskFinished(UNKNOWN_TASK, rollout_rank, 9, 3, 1, WeightVersion(0), WeightVersion(0), 1.0, True)
     failed = ev.TaskFailed(UNKNOWN_TASK, rollout_rank, FailureKind.ENVIRONMENT, "", True, 0, 0)
@@ -85,6 +86,16 @@ def illegal_events(world: World) -> list[ev.Event]:
         events.append(ev.SyncReady(actor, world.sync.version))
     if world.sync is not None and not world.sync_started:
         events.append(ev.SyncFinished(actor, world.sync.version, True, "", 0.0, 0.0, 0.0))
+    for rank in sorted(world.lost):
+        events.append(ev.RankLost(rank, "once more"))
+    events.append(ev.ReferenceScored(actor, 0, MicroBatchId(0), 10, 1.0))
+    not_theirs = MicroBatchId(99)
+    events.append(
+        ev.MicroBatchTrained(actor, world.step.step if world.step else 0, not_theirs, 10, 0.0, 0.0, 1.0, 1.0, 0.0)
+    )
+    for share in list(world.to_train.values())[:1]:
+        done = ev.MicroBatchTrained(share.rank, share.step, share.micro_batch_id, 10, 0.0, 0.0, 1.0, 1.0, 0.0)
+        events += [replace(done, step=share.step + 1), replace(done, rank=Rank(share.rank + 1))]
     for rank in sorted(world.spent):
         events.append(ev.SecondsSpent(rank, dict.fromkeys(world.spent[rank][1], 0.0)))
     for rank in sorted(world.sync_answers):
@@ -121,7 +132,9 @@ def illegal_events(world: World) -> list[ev.Event]:
         ]
     for task_id in sorted(world.buffer)[:1]:
         events.append(replace(finished, task_id=task_id))
-    if (step := world.step) is not None:
+    if (step := world.step) is not None and not world.step_closed:
+        events.append(trained(step.step, actor, step.version + 1, True))
+    elif step is not None:
         number, version = step.step, step.version
         events += [
             trained(number, world.num_actors, version + 1, True),
@@ -147,6 +160,7 @@ class CoreMachine(RuleBasedStateMachine):
         def draw(low: int, high: int) -> int:
             return data.draw(st.integers(low, high))
 
+        num_ref = data.draw(st.sampled_from([0, 0, 1, 2]))
         config = small_config(
             steps=draw(1, 6),
             groups_per_step=draw(1, 3),
@@ -154,6 +168,10 @@ class CoreMachine(RuleBasedStateMachine):
             max_staleness=draw(0, 2),
             on_late=data.draw(st.sampled_from(["wait", "drop"])),
             num_actors=draw(1, 3),
+            num_ref=num_ref,
+            kl_weight=0.1 if num_ref else data.draw(st.sampled_from([0.0, 0.1])),
+            mode="tide" if num_ref else data.draw(st.sampled_from(["tide", "stream", "async"])),
+            max_micro_batch_tokens=data.draw(st.sampled_from([100, 200, 1000])),
             eval_every=draw(0, 3),
             num_eval_tasks=draw(1, 3),
             checkpoint_every=draw(0, 2),
@@ -203,8 +221,17 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), activity=st.sampled_from(Activity))
     def a_rank_tells_of_its_time(self, data: st.DataObject, activity: Activity) -> None:
-        ranks = range(self.world.num_actors + len(self.world.kv_tokens))
+        ranks = range(self.world.world_size)
         self.world.tell_seconds(Rank(data.draw(st.sampled_from(ranks))), activity)
+
+    @precondition(
+        lambda self: self.running() and set(self.world.ref_ranks) - self.world.lost and not self.world.unjoined
+    )
+    @rule(data=st.data(), sure=st.integers(0, 3))
+    def a_ref_rank_dies(self, data: st.DataObject, sure: int) -> None:
+        ranks = sorted(set(self.world.ref_ranks) - self.world.lost)
+        if sure == 0 and self.world.core.training.phase is not Phase.JOINING:
+            self.world.lose(data.draw(st.sampled_from(ranks)))
 
     @precondition(lambda self: self.running() and self.world.may_tick)
     @rule()
@@ -260,7 +287,7 @@ class CoreMachine(RuleBasedStateMachine):
 def assert_same_answers_again(world: World) -> None:
     """Core 2: the same events at the same times give the same actions, byte for byte, also after a trip over the wire."""
     codec = journal_codec()
-    fresh = Core(world.config, world.num_actors + len(world.kv_tokens))
+    fresh = Core(world.config, world.world_size)
     for now_s, event, actions in world.history:
         again = fresh.handle(codec.unpack(codec.pack(event)), now_s)
         assert [codec.pack(a) for a in again] == [codec.pack(a) for a in actions]

@@ -207,6 +207,7 @@ def stale_world(on_late: str) -> World:
         finish_group(world, min(group_of(world, t) for t in world.playing if group_of(world, t) not in (1, 2)))
         if world.step is None:
             return world
+        world.work_off()
         world.deliver(("trained", 0))
         finish_sync(world)
     return world
@@ -227,6 +228,7 @@ def test_wait_a_step_with_newer_groups_does_not_use_up_the_time_of_older_ones() 
     assert world.trained_groups == [0] and world.step is None
     finish_group(world, 2)  # now one group and one step: at version 1 group 2 goes first
     assert world.step_groups == [2]
+    world.work_off()
     world.deliver(("trained", 0))
     finish_sync(world)
     assert world.step is None, "group 1 has its last chance at version 2"
@@ -241,6 +243,7 @@ def test_drop_newer_groups_are_trained_and_late_ones_dropped() -> None:
     world = stale_world("drop")
     assert world.trained_groups == [0, 3]
     finish_group(world, 4)
+    world.work_off()
     world.deliver(("trained", 0))
     finish_sync(world)
     assert world.trained_version == 3
@@ -256,7 +259,9 @@ def test_drop_newer_groups_are_trained_and_late_ones_dropped() -> None:
 
 
 def play_to_step(world: World) -> None:
-    world.play(random.Random(0), until=lambda: world.step is not None)
+    """All of a step is handed out, and worked off."""
+    world.play(random.Random(0), until=lambda: world.step_closed)
+    world.work_off()
 
 
 def test_updates_that_are_not_finite_drop_the_batch_and_end_the_job_when_they_go_on() -> None:
@@ -368,19 +373,23 @@ def test_a_stop_before_the_start_just_ends() -> None:
     assert world.stop() == (ac.Note("info", "stopping: enough"), ac.Shutdown(0, "enough"))
 
 
-def test_a_stop_in_a_step_abandons_it_saves_and_ends() -> None:
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_stop_in_a_step_abandons_it_saves_and_ends(is_closed: bool) -> None:
+    """Also one that still waits for groups: nothing more will come, and the actors must hear that."""
     world = World(small_config(num_actors=2))
-    play_to_step(world)
-    in_step = list(world.step_groups)
+    world.play(random.Random(0), until=lambda: world.step_closed if is_closed else bool(world.step_tasks))
+    assert world.step_closed is is_closed
+    in_step = {world.buffer[t].order.group.group_id for t in world.step_tasks}
     actions = world.stop()
     assert ac.AbandonStep((Rank(0), Rank(1)), 0) in actions
+    assert ("CloseStep" in kinds(actions)) is not is_closed
     assert {a.task_id for a in actions if isinstance(a, ac.CancelTask)} == set(world.playing)
     world.play(random.Random(0))
     assert world.shutdown == ac.Shutdown(0, "enough")
     assert not world.reports
     ((save, state),) = world.states
     assert save.final and save.step == 0
-    assert set(in_step) <= {spec[0] for spec in state["open_groups"]}
+    assert in_step <= {spec[0] for spec in state["open_groups"]}
 
 
 def test_a_stop_that_cannot_save_in_time_fails() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,25 @@ from tiderl.types import FailureKind, Rank, Role, TaskId, TaskKind, WeightVersio
 class Told:
     """A core with one actor pair (ranks 0, 1) and one rollout rank (2), told by hand what happens when."""
 
-    def __init__(self) -> None:
-        self.core = Core(small_config(steps=9, groups_per_step=2, group_size=2, max_staleness=1, num_actors=2), 3)
+    def __init__(self, **settings: Any) -> None:
+        config = small_config(steps=9, groups_per_step=2, group_size=2, max_staleness=1, num_actors=2, **settings)
+        self.core = Core(config, 3)
+        self.shares: list[ac.AssignMicroBatch] = []
         self.tell(0.0, ev.EnvironmentCapacity(64))
         for rank, role in ((0, Role.ACTOR), (1, Role.ACTOR), (2, Role.ROLLOUT)):
             self.tell(1.0, ev.RankJoined(Rank(rank), role, WeightVersion(0), 0 if role is Role.ACTOR else 800, 1))
 
     def tell(self, now_s: float, event: ev.Event) -> tuple[ac.Action, ...]:
-        return self.core.handle(event, now_s)
+        actions = self.core.handle(event, now_s)
+        self.shares += [a for a in actions if isinstance(a, ac.AssignMicroBatch)]
+        return actions
+
+    def work(self, now_s: float) -> None:
+        """The actors are through with all that they were given."""
+        shares, self.shares = self.shares, []
+        for share in shares:
+            done = ev.MicroBatchTrained(share.rank, share.step, share.micro_batch_id, 10, 0.0, 0.0, 1.0, 2.0, 0.0)
+            self.tell(now_s, done)
 
     def sync(self, now_s: float, version: int) -> None:
         for rank in range(3):
@@ -61,7 +73,7 @@ def report_of(actions: tuple[ac.Action, ...]) -> ac.ReportStep:
 
 
 def test_the_first_step_by_hand() -> None:
-    told = Told()
+    told = Told(mode="async")
     told.sync(4.0, 0)  # the trainer is free at 4 s
     told.supply(6.0, 0, 1, 2, 3)  # the rollout rank has waited 5 s, since it joined at 1 s
     told.finish(10.0, 0, tokens=10, context=30, reward=1.0, turns=2, prefilled=20)
@@ -71,10 +83,12 @@ def test_the_first_step_by_hand() -> None:
     told.finish(12.0, 2, tokens=30, context=70, reward=0.5, turns=1, prefilled=40)
     opened = told.finish(14.0, 3, tokens=40, context=90, reward=0.5, turns=1)  # group 1: 3 s later, and the step opens
     assert isinstance(opened[0], ac.OpenStep)
+    told.work(18.0)
     told.tell(
         19.0,
         trained(
-            0, 0, 1, True, num_trained_tokens=70, num_padding_tokens=40, reference_s=1.0, forward_s=2.0, backward_s=3.0,
+            0, 0, 1, True, num_trained_tokens=70, num_padding_tokens=40, reference_s=1.0, swap_s=0.2,
+            waited_s=0.4, num_swaps=1, forward_s=2.0, backward_s=3.0,
             optimizer_s=0.5, sums={"loss": 7.0, "kl": 1.0}, grad_norm=2.5, lr=1e-4, max_same_version_gap=0.01,
         ),
     )  # fmt: skip
@@ -82,7 +96,8 @@ def test_the_first_step_by_hand() -> None:
         told.tell(
             20.0,
             trained(
-                0, 1, 1, True, num_trained_tokens=30, num_padding_tokens=20, reference_s=3.0, forward_s=4.0, backward_s=6.0,
+                0, 1, 1, True, num_trained_tokens=30, num_padding_tokens=20, reference_s=3.0, swap_s=0.4,
+                waited_s=0.0, num_swaps=2, forward_s=4.0, backward_s=6.0,
                 optimizer_s=0.7, sums={"loss": 5.0}, grad_norm=2.5, lr=1e-4, max_same_version_gap=0.03,
             ),
         )
@@ -106,6 +121,10 @@ def test_the_first_step_by_hand() -> None:
         "head_of_line_s": 3.0,  # group 0 at 14 s
         "staleness_mean": 0.0,
         "staleness_max": 0.0,
+        "actual_s": 4.0,  # 14 s to 18 s
+        "swap_s": 0.3,
+        "ref_wait_s": 0.2,
+        "num_swaps": 1.5,
         "reference_s": 2.0,
         "forward_s": 3.0,
         "backward_s": 4.5,
@@ -128,11 +147,12 @@ def test_the_first_step_by_hand() -> None:
 
 
 def test_the_second_step_counts_from_the_end_of_the_first() -> None:
-    told = Told()
+    told = Told(mode="async")
     told.sync(4.0, 0)
     told.supply(4.0, 0, 1, 2, 3)
     for task in range(4):
         told.finish(8.0, task, tokens=5, context=20, reward=1.0)
+    told.work(9.0)
     for rank in (0, 1):
         told.tell(10.0, trained(0, rank, 1, True))
     # During the sync group 2 (played by version 0) becomes ready, one task of it only at the second attempt.
@@ -149,6 +169,7 @@ def test_the_second_step_counts_from_the_end_of_the_first() -> None:
     assert not opened
     opened = told.finish(17.0, 7, tokens=8, context=20, reward=1.0)
     assert [a.step for a in opened if isinstance(a, ac.OpenStep)] == [1]
+    told.work(19.0)
     told.tell(20.0, trained(1, 0, 2, True))
     metrics = report_of(told.tell(21.0, trained(1, 1, 2, True))).metrics
     assert metrics["step_s"] == 11.0  # 10 s to 21 s, the sync included
@@ -169,12 +190,37 @@ def test_without_arrivals_there_is_no_tprm_and_odd_values_do_not_hide() -> None:
     told.supply(4.0, 0, 1, 2, 3)
     for task in range(8):
         told.finish(8.0, task, tokens=5, context=20, reward=1.0)
+    told.work(9.0)
     for rank in (0, 1):
         told.tell(10.0, trained(0, rank, 1, True))
     told.sync(12.0, 1)  # groups 2 and 3 are there: the next step opens at once
+    told.work(12.5)
     told.tell(13.0, trained(1, 0, 2, True, num_trained_tokens=0, sums={"loss": math.inf}))
     metrics = report_of(told.tell(13.0, trained(1, 1, 2, True, num_trained_tokens=0, sums={}))).metrics
     assert "tprm_s" not in metrics
     assert metrics["ras"] == 2.0
     assert metrics["twt_s"] == 0.0
     assert metrics["loss"] == math.inf
+
+
+def test_a_step_that_is_fed_as_groups_become_ready_counts_its_waits() -> None:
+    told = Told()
+    told.sync(4.0, 0)
+    told.supply(4.0, 0, 1, 2, 3)
+    told.finish(6.0, 0, tokens=5, context=20, reward=1.0)
+    opened = told.finish(
+        7.0, 1, tokens=5, context=20, reward=0.0
+    )  # the step opens with group 0, 3 s after the trainer was free
+    assert [a.step for a in opened if isinstance(a, ac.OpenStep)] == [0]
+    assert not [a for a in opened if isinstance(a, ac.CloseStep)]
+    told.work(9.0)
+    told.finish(10.0, 2, tokens=5, context=20, reward=1.0)
+    closed = told.finish(11.0, 3, tokens=5, context=20, reward=0.0)  # both actors have waited 2 s for group 1
+    assert [a.num_micro_batches for a in closed if isinstance(a, ac.CloseStep)] == [4]
+    told.work(14.0)
+    told.tell(15.0, trained(0, 0, 1, True))
+    metrics = report_of(told.tell(15.0, trained(0, 1, 1, True))).metrics
+    assert metrics["twt_s"] == 3.0 + 2.0
+    assert metrics["actual_s"] == 7.0  # 7 s to 14 s
+    assert metrics["train_s"] == 8.0
+    assert metrics["tprm_s"] == 3.5  # groups at 7 and 11 s, from 4 s

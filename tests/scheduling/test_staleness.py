@@ -47,26 +47,31 @@ def test_late_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "playing", "ready", "leaves_time"),
+    ("staleness", "others", "room", "leaves_time"),
     [
         # Version 5, two groups a step. A group of version 5 - staleness must be in this step.
-        (1, {4: 1}, {5: 2}, False),
-        (1, {5: 2}, {4: 2}, True),
-        (1, {}, {4: 2, 5: 2}, True),
-        (0, {5: 1}, {5: 2}, False),
-        # Version 4 has this step and the next: four groups at most, and two of them not after this one.
-        (2, {4: 2}, {5: 2}, True),
-        (2, {4: 3}, {5: 2}, False),
-        (2, {4: 3}, {4: 1, 5: 1}, False),
-        (2, {4: 2}, {4: 2, 5: 1}, True),
+        (1, {4: 1}, 0, False),
+        (1, {4: 1}, 1, True),
+        (1, {5: 2}, 0, True),
+        (1, {4: 1, 5: 2}, 1, True),
+        (1, {4: 1, 5: 3}, 1, False),
+        (0, {5: 1}, 0, False),
+        (0, {5: 2}, 2, True),
+        # Version 4 has this step and the next: two groups and the room of this one; of version 3 only what the room holds.
+        (2, {4: 2}, 0, True),
+        (2, {4: 3}, 0, False),
+        (2, {4: 3}, 1, True),
+        (2, {3: 1, 4: 2}, 1, True),
+        (2, {3: 1, 4: 3}, 1, False),
         # Groups of version 5 have three steps; together with older ones they must not be too many either.
-        (2, {4: 2, 5: 2}, {5: 2}, True),
-        (2, {4: 2, 5: 3}, {5: 2}, False),
+        (2, {4: 2, 5: 2}, 0, True),
+        (2, {4: 2, 5: 3}, 0, False),
+        (2, {4: 2, 5: 3}, 1, True),
     ],
 )
-def test_leaves_time_by_hand(staleness: int, playing: dict[int, int], ready: dict[int, int], leaves_time: bool) -> None:
+def test_leaves_time_by_hand(staleness: int, others: dict[int, int], room: int, leaves_time: bool) -> None:
     gate = gate_of(staleness, 2, 100, 5)
-    assert gate.leaves_time(versions(playing), versions(ready)) is leaves_time
+    assert gate.leaves_time(versions(others), room) is leaves_time
 
 
 def test_what_the_bound_forbids_is_refused() -> None:
@@ -88,7 +93,7 @@ def test_invariants_over_a_run(staleness: int, groups_per_step: int, steps: int,
     gate = gate_of(staleness, groups_per_step, steps)
     playing: list[WeightVersion] = []
     ready: list[WeightVersion] = []
-    num_admitted = num_dropped = num_trained = 0
+    num_admitted = num_dropped = num_trained = taken = 0
 
     def admit(count: int) -> None:
         nonlocal num_admitted
@@ -106,11 +111,16 @@ def test_invariants_over_a_run(staleness: int, groups_per_step: int, steps: int,
             num_dropped += 1
         elif group is not None:
             ready.append(group)
-        if len(ready) < groups_per_step or not gate.leaves_time(Counter(playing), Counter(ready)):
+        while ready and taken < groups_per_step:
+            ready.sort()
+            if not gate.leaves_time(Counter([*playing, *ready[1:]]), groups_per_step - taken - 1):
+                break
+            assert not gate.is_late(ready.pop(0))  # invariant 2
+            taken += 1
+        if taken < groups_per_step:
             continue
-        ready.sort()
-        batch, ready = ready[:groups_per_step], ready[groups_per_step:]
-        num_trained += len(batch)
+        num_trained += taken
+        taken = 0
         admit(rng.randint(0, gate.quota))  # while the weights travel, groups still start under the old ones
         gate.advance(WeightVersion(gate.version + 1))
         gate.retire(groups_per_step)

@@ -33,8 +33,23 @@ def test_roles() -> None:
     text = describe(CONFIG, 8)
     assert row(text, "actor").startswith("ranks 0-1:")
     assert row(text, "rollout").startswith("ranks 2-7:")
-    assert row(text, "ref") == "on the actors' ranks (colocated)"
+    assert row(text, "ref").startswith("on the actors' ranks: scores what is ready")
     assert row(text, "environment") == "babyai at http://a:1, http://b:2"
+
+
+def test_ref_ranks_come_between_actors_and_rollout() -> None:
+    text = describe(overlay(CONFIG, {"roles": {"num_ref": 2}}), 8)
+    assert row(text, "actor").startswith("ranks 0-1:")
+    assert row(text, "ref") == "ranks 2-3: chosen step by step (pipeline)"
+    assert row(text, "rollout").startswith("ranks 4-7:")
+    fixed = describe(overlay(CONFIG, {"roles": {"num_ref": 1}, "schedule": {"pipelining": "decoupled"}}), 8)
+    assert row(fixed, "ref") == "rank 2: decoupled"
+
+
+def test_the_reference_of_other_modes() -> None:
+    assert "scores the whole batch" in row(describe(overlay(CONFIG, {"schedule": {"mode": "async"}}), 8), "ref")
+    assert "in turn" in row(describe(overlay(CONFIG, {"schedule": {"mode": "stream"}}), 8), "ref")
+    assert row(describe(overlay(CONFIG, {"loss": {"kl_weight": 0.0}}), 8), "ref") == "none (loss.kl_weight is 0)"
 
 
 def test_a_step() -> None:

@@ -36,6 +36,7 @@ def test_the_defaults_pass_with_a_model_a_server_and_two_ranks() -> None:
     "changes",
     [
         {"roles.num_actors": 7},
+        {"roles.num_actors": 3, "roles.num_ref": 4, "loss.kl_weight": 0.1, "schedule.pipelining": "decoupled"},
         {"engine.kv_cache_tokens": 8640},  # 8640 * 0.95 = 8208 >= 8192
         {"engine.kv_cache_tokens": 8192, "rollout.kv_reserve": 0},
         {"schedule.max_staleness": 0},
@@ -59,6 +60,16 @@ def test_the_edge_of_what_is_right_passes(changes: dict[str, Any]) -> None:
     ("changes", "path", "advice"),
     [
         ({"roles.num_actors": 0}, "roles.num_actors", "must be at least 1, got 0"),
+        ({"roles.num_actors": 3, "roles.num_ref": 5, "loss.kl_weight": 0.1}, "roles.num_ref", "use at most 4"),
+        ({"roles.num_ref": 1}, "roles.num_ref", "there is no reference to hold; set it to 0"),
+        ({"roles.num_ref": 1, "loss.kl_weight": 0.1, "schedule.mode": "stream"}, "roles.num_ref", "have nothing to do"),
+        (
+            {"roles.num_ref": 1, "loss.kl_weight": 0.1, "schedule.pipelining": "colocated"},
+            "roles.num_ref",
+            "have nothing to do; set it to 0",
+        ),
+        ({"schedule.pipelining": "decoupled"}, "schedule.pipelining", "needs Ref ranks; set roles.num_ref"),
+        ({"trainer.window_tokens": -1}, "trainer.window_tokens", "must be at least 0"),
         ({"roles.num_actors": 8}, "roles.num_actors", "8 of 8 ranks leave none for rollout; use at most 7"),
         ({"engine.kind": "emulated"}, "trainer.kind", 'set both to "emulated", or neither'),
         ({"trainer.kind": "emulated"}, "trainer.kind", 'set both to "emulated", or neither'),

@@ -37,20 +37,34 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _roles(config: Config, world_size: int) -> list[tuple[str, str]]:
     num_actors = config.roles.num_actors
+    num_ref = config.roles.num_ref
+    first_rollout = num_actors + num_ref
     rows = [
         ("actor", f"{_ranks(0, num_actors)}: train ({config.trainer.kind})"),
-        ("rollout", f"{_ranks(num_actors, world_size - num_actors)}: generate ({config.engine.kind})"),
+        ("ref", _reference(config)),
+        ("rollout", f"{_ranks(first_rollout, world_size - first_rollout)}: generate ({config.engine.kind})"),
     ]
-    if config.loss.kl_weight > 0:
-        rows.append(("ref", "on the actors' ranks (colocated)"))
-    else:
-        rows.append(("ref", "none (loss.kl_weight is 0)"))
     rows.append(("environment", f"{config.env.name} at {', '.join(config.env.urls)}"))
     if config.engine.kind == "emulated":
         emulate = config.emulate
         what = f"{emulate.model} on {emulate.hardware}, {emulate.time_scale:g} emulated s in a real one"
         rows.append(("emulated", f"all compute: {what}"))
     return rows
+
+
+def _reference(config: Config) -> str:
+    """Where the reference is, and how a step gets its log-probs."""
+    schedule, num_ref = config.schedule, config.roles.num_ref
+    if config.loss.kl_weight == 0:
+        return "none (loss.kl_weight is 0)"
+    if schedule.mode == "async":
+        return "on the actors' ranks: scores the whole batch, then the actors train on it"
+    if schedule.mode == "stream":
+        return f"on the actors' ranks: in turn with the actor for every micro-batch (swap: {config.trainer.swap})"
+    if not num_ref:
+        return f"on the actors' ranks: scores what is ready, then the actors train on it (swap: {config.trainer.swap})"
+    how = f"chosen step by step ({schedule.cost_model})" if schedule.pipelining == "auto" else schedule.pipelining
+    return f"{_ranks(config.roles.num_actors, num_ref)}: {how}"
 
 
 def _ranks(first: int, count: int) -> str:

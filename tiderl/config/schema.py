@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tiderl.types import Role
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -44,7 +46,16 @@ class ModelConfig:
 @dataclass(frozen=True)
 class RolesConfig:
     num_actors: int = 1
-    """Ranks 0 .. num_actors-1 train, and score with the reference model; the others generate."""
+    """Ranks 0 .. num_actors-1 train; the others are the pool."""
+    num_ref: int = 0
+    """Ranks of the pool that hold the reference model from the start; the rest of the pool generates. 0: the reference shares the
+    actors' ranks (colocated). Must be 0 where there is no KL penalty, and so no reference."""
+
+    def first_role(self, rank: int) -> Role:
+        """What a rank begins as: actors come first, then Ref ranks, then rollout."""
+        if rank < self.num_actors:
+            return Role.ACTOR
+        return Role.REF if rank < self.num_actors + self.num_ref else Role.ROLLOUT
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,12 @@ class TrainerConfig:
     """Recompute the output head and log-probs in the backward pass (logits dominate memory at real vocabularies)."""
     checkpoint_layers: bool = False
     """Recompute every transformer layer in the backward pass."""
+    window_tokens: int = 0
+    """Most tokens of micro-batches whose forward is done and whose loss waits for the reference's log-probs (decoupled). 0: two
+    micro-batches of `max_micro_batch_tokens`."""
+    swap: Literal["offload", "resident", "auto"] = "auto"
+    """Where an actor's reference is between two uses: in host memory (`offload`) or on the device (`resident`). `auto`: on the
+    device where it fits beside the actor's own state and one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +201,16 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    mode: Literal["tide", "stream", "async"] = "tide"
+    """How training steps are fed. `tide`: groups are trained on as they become ready, reference and actor as `pipelining` says. To
+    compare with: `stream` (as they become ready, reference and actor in turn for every micro-batch), `async` (when the whole batch
+    is ready)."""
+    pipelining: Literal["auto", "colocated", "decoupled"] = "auto"
+    """Where mode `tide` computes the reference: on the actors' ranks, for all ready micro-batches at once (`colocated`); on ranks
+    of its own while the actors' forwards run (`decoupled`, needs `roles.num_ref`); where it is predicted to be faster, step by step
+    (`auto`)."""
+    cost_model: Literal["pipeline", "paper"] = "pipeline"
+    """What predicts a step's time: a replay of its timeline (`pipeline`), or the paper's Appendix A (`paper`)."""
     max_staleness: int = 1
     """A trajectory is trained on at most this many weight versions after the one it started with."""
     on_late: Literal["wait", "drop"] = "wait"

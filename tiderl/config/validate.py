@@ -65,6 +65,7 @@ _RANGES = {
     "run.prometheus_port": _Range(0, 65535),
     "model.max_context_tokens": _Range(2),
     "roles.num_actors": _ONE_OR_MORE,
+    "roles.num_ref": _NOT_NEGATIVE,
     "env.num_tasks": _NOT_NEGATIVE,
     "agent.max_turns": _ONE_OR_MORE,
     "agent.max_new_tokens": _ONE_OR_MORE,
@@ -94,6 +95,7 @@ _RANGES = {
     "loss.clip_high": _POSITIVE,
     "loss.kl_weight": _NOT_NEGATIVE,
     "loss.tis_cap": _NOT_NEGATIVE,
+    "trainer.window_tokens": _NOT_NEGATIVE,
     "optim.lr": _NOT_NEGATIVE,
     "optim.betas[0]": _OPEN_SHARE,
     "optim.betas[1]": _OPEN_SHARE,
@@ -145,12 +147,28 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_roles(config: Config, world_size: int) -> None:
-    num_actors = config.roles.num_actors
+    num_actors, num_ref = config.roles.num_actors, config.roles.num_ref
     if num_actors >= world_size:
         raise ConfigError(
             "roles.num_actors",
             f"{num_actors} of {world_size} ranks leave none for rollout; use at most {world_size - 1}, or start more ranks",
         )
+    if num_actors + num_ref >= world_size:
+        raise ConfigError(
+            "roles.num_ref",
+            f"{num_ref} Ref ranks beside {num_actors} actors leave none of {world_size} ranks for rollout; use at most "
+            f"{world_size - num_actors - 1}",
+        )
+    if num_ref and config.loss.kl_weight == 0:
+        raise ConfigError(
+            "roles.num_ref", f"{num_ref}, but loss.kl_weight is 0: there is no reference to hold; set it to 0"
+        )
+    schedule = config.schedule
+    if num_ref and (schedule.mode != "tide" or schedule.pipelining == "colocated"):
+        what = f'schedule.mode "{schedule.mode}"' if schedule.mode != "tide" else 'schedule.pipelining "colocated"'
+        raise ConfigError("roles.num_ref", f"{num_ref}, but with {what} Ref ranks have nothing to do; set it to 0")
+    if not num_ref and schedule.pipelining == "decoupled":
+        raise ConfigError("schedule.pipelining", '"decoupled" needs Ref ranks; set roles.num_ref, or choose another')
 
 
 def _check_environment(config: Config) -> None:

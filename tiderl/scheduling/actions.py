@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from tiderl.types import GroupSpec, MicroBatchId, Rank, TaskId, TaskKind, WeightVersion
+from tiderl.types import GroupSpec, MicroBatchId, Pipelining, Rank, TaskId, TaskKind, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,39 @@ class OpenStep:
     ranks: tuple[Rank, ...]
     step: int
     version: WeightVersion
-    use_reference: bool
+    pipelining: Pipelining
 
 
 @dataclass(frozen=True, slots=True)
 class AssignMicroBatch:
-    """Send these trajectories to an actor; it trains on them in the order of assignment."""
+    """Send these trajectories to an actor; it trains in the order of assignment, and answers each with `MicroBatchTrained`."""
 
     rank: Rank
     step: int
     micro_batch_id: MicroBatchId
     task_ids: tuple[TaskId, ...]
     advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreMicroBatch:
+    """Send these trajectories to a Ref rank; it sends their reference log-probs to `actor` and answers with `ReferenceScored`.
+    Comes after the `AssignMicroBatch` with the same id."""
+
+    rank: Rank
+    step: int
+    micro_batch_id: MicroBatchId
+    actor: Rank
+    task_ids: tuple[TaskId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishColocated:
+    """Nobody else will score what you still wait for in this step (a Ref rank is gone): score it yourselves. No answer."""
+
+    ranks: tuple[Rank, ...]
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +219,8 @@ Action = (
     | DropTrajectories
     | OpenStep
     | AssignMicroBatch
+    | ScoreMicroBatch
+    | FinishColocated
     | CloseStep
     | AbandonStep
     | PrepareSync

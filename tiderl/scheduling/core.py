@@ -22,13 +22,16 @@ from typing import Any
 from tiderl.config.schema import Config
 from tiderl.errors import IllegalEvent, UserError
 from tiderl.scheduling import events as ev
-from tiderl.scheduling.actions import AbandonStep, Action, Note, ReportEvaluation, ReportLedger, ReportStep, Shutdown
+from tiderl.scheduling.actions import Action, Note, ReportEvaluation, ReportLedger, ReportStep, Shutdown
+from tiderl.scheduling.feeding import StepFeeder
 from tiderl.scheduling.groups import GroupBook
 from tiderl.scheduling.ledger import RankSeconds
 from tiderl.scheduling.lifecycle import Group
 from tiderl.scheduling.metrics import step_metrics
+from tiderl.scheduling.ra2p import Ra2p
 from tiderl.scheduling.rollout import RolloutSide
-from tiderl.scheduling.training import OpenedStep, Phase, RollCall, TrainingSide
+from tiderl.scheduling.step import OpenedStep
+from tiderl.scheduling.training import Phase, RollCall, TrainingSide
 from tiderl.types import GroupId, GroupSpec, Rank, Role, TaskKind, WeightVersion
 
 #: Updates in a row that may be skipped because something was not finite, before the job ends.
@@ -42,18 +45,22 @@ STATE_FORMAT = 2
 
 
 class Core:
-    """See the module docstring. `world_size` ranks: actors first, then the pool."""
+    """See the module docstring. `world_size` ranks: actors first, then the pool, whose first `roles.num_ref` are Ref ranks."""
 
     def __init__(self, config: Config, world_size: int) -> None:
         self._config = config
         self._world_size = world_size
         num_actors = config.roles.num_actors
-        self._roles = {Rank(r): Role.ACTOR if r < num_actors else Role.ROLLOUT for r in range(world_size)}
+        self._roles = {Rank(r): config.roles.first_role(r) for r in range(world_size)}
+        #: Ref ranks that died; the job goes on without them.
+        self._lost: set[Rank] = set()
+        self.ra2p = Ra2p(config)
         self._joined: set[Rank] = set()
         self._capacity_known = False
         self.training = TrainingSide(config, tuple(Rank(r) for r in range(num_actors)))
         self.book = GroupBook(config, WeightVersion(0))
         self.rollout = RolloutSide(config, self.book)
+        self._feeder = StepFeeder(config, self.book, self.training, self.ra2p)
         self.seconds = RankSeconds(world_size)
         self._seconds_at_sync = self.seconds.balance()
         self._trained_groups: list[Group] = []
@@ -79,6 +86,8 @@ class Core:
             ev.SecondsSpent: self._on_seconds,
             ev.TaskFinished: lambda e, t: self.rollout.finished(e, t),
             ev.TaskFailed: self._on_task_failed,
+            ev.MicroBatchTrained: self._on_micro_batch_trained,
+            ev.ReferenceScored: self._on_scored,
             ev.StepTrained: self._on_trained,
             ev.SyncReady: lambda e, t: self.training.ready(e),
             ev.SyncFinished: self._on_synced,
@@ -163,9 +172,23 @@ class Core:
 
     def _on_lost(self, event: ev.RankLost, now_s: float) -> list[Action]:
         role = self._roles.get(event.rank)
-        if role is None:
+        if role is None or event.rank in self._lost:
             raise IllegalEvent(f"rank {event.rank} was lost, but there is no such rank")
-        return self._fail(f"rank {event.rank} ({role.value}) is lost: {event.reason}")
+        if role is not Role.REF or self.training.phase is Phase.JOINING:
+            return self._fail(f"rank {event.rank} ({role.value}) is lost: {event.reason}")
+        self._lost.add(event.rank)
+        left = len(self._ref_ranks())
+        actions = self.training.finish_colocated(f"Ref rank {event.rank} is lost: {event.reason}")
+        this_step = "the actors score the rest of this step themselves, " if actions else ""
+        text = f"Ref rank {event.rank} is lost: {event.reason}; {this_step}{left} Ref ranks are left for the next"
+        return [Note("warning", text), *actions]
+
+    def _ref_ranks(self) -> tuple[Rank, ...]:
+        return tuple(r for r, role in self._roles.items() if role is Role.REF and r not in self._lost)
+
+    def _sync_members(self) -> tuple[Rank, ...]:
+        """Who holds the actor's weights, or gets them."""
+        return tuple(r for r, role in self._roles.items() if role is not Role.REF)
 
     def _on_stop(self, event: ev.StopRequested, now_s: float) -> list[Action]:
         if self._stopping is not None:
@@ -173,9 +196,7 @@ class Core:
         self._stopping = event.reason
         self._stop_deadline_s = now_s + self._config.timeouts.shutdown_s
         actions: list[Action] = [Note("info", f"stopping: {event.reason}"), *self.rollout.stop_training_tasks()]
-        if self.training.phase is Phase.STEPPING and self.training.step is not None:
-            actions.append(AbandonStep(self.training.actors, self.training.step.step))
-        return actions
+        return actions + self.training.abandon(now_s)
 
     def _on_seconds(self, event: ev.SecondsSpent, now_s: float) -> list[Action]:
         if event.rank not in self._roles:
@@ -205,10 +226,22 @@ class Core:
         )
         return actions + self._fail(reason, exit_code=2)
 
+    def _on_micro_batch_trained(self, event: ev.MicroBatchTrained, now_s: float) -> list[Action]:
+        actions = self.training.micro_batch_trained(event, now_s)
+        self.ra2p.trained(event)
+        return actions
+
+    def _on_scored(self, event: ev.ReferenceScored, now_s: float) -> list[Action]:
+        if self._roles.get(event.rank) is not Role.REF:
+            raise IllegalEvent(f"rank {event.rank} scored a micro-batch, but it is no Ref rank")
+        self.ra2p.scored(event)
+        return []
+
     def _on_trained(self, event: ev.StepTrained, now_s: float) -> list[Action]:
         if event.abandoned and self._stopping is None:
             raise IllegalEvent(f"rank {event.rank} abandoned step {event.step}, but nobody has asked for it")
-        step = self.training.trained(event)
+        step = self.training.trained(event, now_s)
+        self.ra2p.stepped(event)
         return [] if step is None else self._end_step(step, event, now_s)
 
     def _end_step(self, step: OpenedStep, last: ev.StepTrained, now_s: float) -> list[Action]:
@@ -313,16 +346,18 @@ class Core:
                 missing = [r for r in self._roles if r not in self._joined]
                 return self._fail(f"ranks {missing} have not joined within timeouts.start_s")
             if len(self._joined) == self._world_size and self._capacity_known:
-                actions += training.prepare_sync(tuple(self._roles), now_s)
+                actions += training.prepare_sync(self._sync_members(), now_s)
             return actions
         actions += self._close_evaluation(now_s)
         if training.phase is Phase.WAITING:
             actions += self._use_free_trainer(now_s)
+        elif training.phase is Phase.STEPPING and self._stopping is None:
+            actions += self._feeder.go_on(now_s)
         elif training.phase is Phase.UPDATED and self._stopping is not None:
             actions += training.save(now_s, final=True)
         elif training.phase is Phase.UPDATED and self.rollout.round is None:
-            actions += training.prepare_sync(tuple(self._roles), now_s)
-        elif training.phase is not Phase.UPDATED and self._is_late(training.deadline_s, now_s):
+            actions += training.prepare_sync(self._sync_members(), now_s)
+        if training.phase not in (Phase.UPDATED, Phase.WAITING) and self._is_late(training.deadline_s, now_s):
             return actions + self._fail(f"waited in vain for {training.waits_for()}; the bound is in [timeouts]")
         if self._has_synced:
             actions += self.rollout.request_supply()
@@ -354,20 +389,14 @@ class Core:
         return actions
 
     def _use_free_trainer(self, now_s: float) -> list[Action]:
-        training, rollout, book = self.training, self.rollout, self.book
+        training, rollout = self.training, self.rollout
         if self._stopping is not None or (self._all_trained and rollout.round is None):
             return training.save(now_s, final=True)
         if self._all_trained:
             assert rollout.round is not None
             training.deadline_s = rollout.round.deadline_s
             return []
-        actions = book.take_late()
-        waits = self._config.schedule.on_late == "wait"
-        if len(book.ready) >= self._config.train.groups_per_step and not (waits and book.must_wait()):
-            signals = book.ready.signals(now_s)
-            groups = [book.groups[book.ready.take()] for _ in range(self._config.train.groups_per_step)]
-            actions += training.open_step(groups, signals, now_s)
-        return actions
+        return self._feeder.begin(self._ref_ranks(), now_s)
 
     @property
     def _all_trained(self) -> bool:

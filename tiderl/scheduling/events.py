@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from tiderl.types import FailureKind, GroupSpec, Rank, Role, TaskId, TaskKind, WeightVersion
+from tiderl.types import FailureKind, GroupSpec, MicroBatchId, Rank, Role, TaskId, TaskKind, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,36 @@ class TaskFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatchTrained:
+    """An actor has made forward and backward of a micro-batch. Seconds are of the job's clock and this micro-batch's own share.
+
+    `reference_s` and `swap_s` are 0.0 where another rank scored it, or nobody; `waited_s` is what the actor's idle device waited
+    for the reference's log-probs.
+    """
+
+    rank: Rank
+    step: int
+    micro_batch_id: MicroBatchId
+    num_tokens: int
+    reference_s: float
+    swap_s: float
+    forward_s: float
+    backward_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceScored:
+    """A Ref rank has scored a micro-batch and sent the log-probs to its actor."""
+
+    rank: Rank
+    step: int
+    micro_batch_id: MicroBatchId
+    num_tokens: int
+    reference_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepTrained:
     """An actor rank has left the step. Equal on all actors, except for the sums and seconds, which are its own share."""
 
@@ -172,9 +202,13 @@ class StepTrained:
     num_trained_tokens: int
     num_padding_tokens: int
     reference_s: float
+    swap_s: float
     forward_s: float
     backward_s: float
+    waited_s: float
     optimizer_s: float
+    #: How often the reference was brought to the device.
+    num_swaps: int
     sums: Mapping[str, float]
     max_same_version_gap: float
 
@@ -226,6 +260,8 @@ Event = (
     | PausedTaskLost
     | TaskFinished
     | TaskFailed
+    | MicroBatchTrained
+    | ReferenceScored
     | StepTrained
     | SyncReady
     | SyncFinished

@@ -13,6 +13,8 @@ Source: paper §2.1; over-provisioned groups: paper.md §8, 8.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tiderl.config.schema import Config
 from tiderl.errors import IllegalEvent
 from tiderl.scheduling.actions import Action, DropTrajectories
@@ -132,11 +134,17 @@ class GroupBook:
                 self.tasks.pop(task.task_id, None)
         del self.groups[group.spec.group_id]
 
-    def must_wait(self) -> bool:
-        """Would a step with the groups that are ready now make one too late that is still being played?"""
-        return bool(self._open_by_version) and not self.gate.leaves_time(
-            self._open_by_version, self.ready.num_by_version
-        )
+    def may_take(self, num_groups: int, room: int) -> bool:
+        """Are so many groups ready, and is none too late if a step with `room` places left takes the oldest of them now?"""
+        if not num_groups <= min(room, len(self.ready)):
+            return False
+        others = Counter(self._open_by_version)
+        left = num_groups
+        for version in sorted(self.ready.num_by_version):
+            taken = min(left, self.ready.num_by_version[version])
+            left -= taken
+            others[version] += self.ready.num_by_version[version] - taken
+        return self.gate.leaves_time(others, room - num_groups)
 
     def _one_less_pending(self, group: Group, now_s: float) -> list[Action]:
         if group.state is not GroupState.OPEN:

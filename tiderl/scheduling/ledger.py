@@ -51,9 +51,11 @@ class Activity(enum.Enum):
     BACKWARD = "backward"
     #: With the gradients' reduction, and so with waiting for the slowest actor.
     OPTIMIZER = "optimizer"
+    #: The reference on its way to the device, or off it.
+    SWAP = "swap"
     #: From the call to the sync, on actors; from the first byte, on rollout ranks.
     SYNC = "sync"
-    #: The trainer has nothing to train on: the paper's TWT.
+    #: Actors and Ref ranks have nothing to train on, or to score: the paper's TWT.
     DATA_WAIT = "data_wait"
     CHECKPOINT = "checkpoint"
     #: From the order to leave until the job's end.

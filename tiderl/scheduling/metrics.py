@@ -15,11 +15,15 @@
 | `goodput` | token/s | those, per second since the last step's end |
 | `step_s` | s | from the last step's end to this one's |
 | `train_s` | s | from the step's opening to its end |
-| `twt_s` | s | the trainer was free and waited for data |
+| `twt_s` | s | all actors were idle and waited for data: before the step opened, and in it |
 | `rwt_s` | rank-s | rollout ranks without any task, since the start of the run |
 | `ras`, `tprm_s`, `head_of_line_s` | groups, s, s | readiness signals (`readiness.py`) |
 | `staleness_mean`, `staleness_max` | versions | at the step's opening |
-| `reference_s`, `forward_s`, `backward_s`, `optimizer_s` | s | mean over the actors |
+| `reference_s`, `swap_s`, `forward_s`, `backward_s`, `optimizer_s` | s | mean over the actors |
+| `ref_wait_s`, `num_swaps` | s, | mean over the actors: idle for the reference's log-probs; how often it came to the device |
+| `decoupled`, `colocated`, `alternating` | | 1.0 for the way in which the step computed the reference |
+| `predicted_decoupled_s`, … | s | what each way was predicted to take, from the step's opening to the last backward |
+| `actual_s` | s | what the chosen one took |
 | `grad_norm`, `lr` | | of the update |
 | `padding_share` | | tokens computed for nothing, of all computed by the trainer |
 | `log_prob_gap_max` | nats | largest difference trainer - engine on tokens of the trainer's own version |
@@ -32,9 +36,10 @@ from __future__ import annotations
 
 from tiderl.scheduling.ledger import TokenLedger
 from tiderl.scheduling.rollout import RolloutSide
-from tiderl.scheduling.training import OpenedStep
+from tiderl.scheduling.step import OpenedStep
+from tiderl.types import Pipelining
 
-_TIMES = ("reference_s", "forward_s", "backward_s", "optimizer_s")
+_TIMES = ("reference_s", "swap_s", "forward_s", "backward_s", "optimizer_s")
 
 
 def step_metrics(step: OpenedStep, rollout: RolloutSide, now_s: float, since_s: float) -> dict[str, float]:
@@ -67,10 +72,15 @@ def step_metrics(step: OpenedStep, rollout: RolloutSide, now_s: float, since_s: 
         "num_pauses": float(rollout.num_pauses),
         "num_resumes": float(rollout.num_resumes),
         "num_paused": float(rollout.num_paused),
+        "ref_wait_s": sum(r.waited_s for r in results) / len(results),
+        "num_swaps": sum(r.num_swaps for r in results) / len(results),
+        **_pipelining(step),
         **_prefill(rollout.book.ledger),
     }
-    if step.signals.time_per_ready_s is not None:
-        metrics["tprm_s"] = step.signals.time_per_ready_s
+    # Taken now: most groups become ready while the step is open.
+    time_per_ready_s = rollout.book.ready.signals(now_s).time_per_ready_s
+    if time_per_ready_s is not None:
+        metrics["tprm_s"] = time_per_ready_s
     for name in _TIMES:
         metrics[name] = sum(getattr(r, name) for r in results) / len(results)
     padding = sum(r.num_padding_tokens for r in results)
@@ -79,6 +89,14 @@ def step_metrics(step: OpenedStep, rollout: RolloutSide, now_s: float, since_s: 
     for name in sorted({key for r in results for key in r.sums}):
         metrics[name] = sum(r.sums.get(name, 0.0) for r in results) / num_trained
     return metrics
+
+
+def _pipelining(step: OpenedStep) -> dict[str, float]:
+    """The way chosen, what it was predicted to take, and what it took."""
+    found = {f"predicted_{way.value}_s": seconds for way, seconds in step.choice.predicted_s.items()}
+    if step.choice.pipelining is not Pipelining.NONE:
+        found[step.choice.pipelining.value] = 1.0
+    return {**found, "actual_s": step.last_trained_s - step.opened_s}
 
 
 def _prefill(ledger: TokenLedger) -> dict[str, float]:

@@ -9,6 +9,7 @@ Invariants (tests/scheduling/test_readiness.py):
 2. RAS is the number of groups that were ready when the step started.
 3. TPRM is the mean gap between groups becoming ready after that, the first gap counted from the step's start.
 4. Head-of-line latency is the age of the group that has waited longest.
+5. The expected gap is the mean of the newest `_NUM_GAPS` gaps between arrivals, over steps.
 
 Source: paper §2.1 (RAS, TPRM), §5.2 (head-of-line latency).
 """
@@ -20,6 +21,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from tiderl.types import GroupId, WeightVersion
+
+_NUM_GAPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class ReadinessBuffer:
         self._heap: list[tuple[WeightVersion, GroupId]] = []
         self._arrivals: deque[tuple[float, GroupId]] = deque()
         self._waiting: set[GroupId] = set()
+        self._newest_s: deque[float] = deque(maxlen=_NUM_GAPS + 1)
         #: How many groups are ready, by start version.
         self.num_by_version: Counter[WeightVersion] = Counter()
         self._step_started_s = 0.0
@@ -56,6 +60,7 @@ class ReadinessBuffer:
         self._waiting.add(group_id)
         self.num_by_version[start_version] += 1
         self._last_arrival_s = now_s
+        self._newest_s.append(now_s)
         self._num_arrivals += 1
 
     def take(self) -> GroupId:
@@ -70,6 +75,16 @@ class ReadinessBuffer:
     def oldest_start_version(self) -> WeightVersion | None:
         """The start version of the group that `take` would return."""
         return self._heap[0][0] if self._heap else None
+
+    def oldest(self, num_groups: int) -> list[GroupId]:
+        """The groups that `take` would return next, at most so many."""
+        return [group_id for _, group_id in heapq.nsmallest(num_groups, self._heap)]
+
+    @property
+    def expected_gap_s(self) -> float:
+        """Seconds until another group becomes ready, as things went lately; 0.0 before there are two."""
+        num_gaps = len(self._newest_s) - 1
+        return (self._newest_s[-1] - self._newest_s[0]) / num_gaps if num_gaps > 0 else 0.0
 
     def start_step(self, now_s: float) -> None:
         """The trainer is free: the signals of a new step begin."""

@@ -7,12 +7,13 @@ Invariants (tests/scheduling/test_staleness.py):
 
 1. At most `(max_staleness + 1) * groups_per_step` groups are outstanding: admitted, and neither trained nor given back.
    A group counts as outstanding until the weights that it helped to make have reached the rollout ranks.
-2. If every step trains the `groups_per_step` oldest ready groups, and opens only when it `leaves_time`, no group is ever late.
+2. If every step trains `groups_per_step` groups, and takes a group only when that `leaves_time` for all others, none is ever late.
 3. No more groups are admitted than the remaining steps can consume.
 
 Why 2 follows from 1: when a group starts at version v, at most (s + 1) * B groups are outstanding, so the s + 1 steps at versions
 v .. v + s can train all of them, the group included, if none of these steps is filled with newer groups while too many older ones
-are still being played. With s > 1 it is not enough to look at the groups whose last step is the present one.
+are still being played. With s > 1 it is not enough to look at the groups whose last step is the present one. A step that is open
+may take newer groups first, as long as the places that it has left, and the steps after it, suffice for the older ones.
 
 Source: paper §4.1, constraint 2. Counting versions instead of groups: paper.md §8, 4.
 """
@@ -54,21 +55,16 @@ class StalenessGate:
         assert version >= self.version, (version, self.version)
         self.version = version
 
-    def leaves_time(self, playing: Mapping[WeightVersion, int], ready: Mapping[WeightVersion, int]) -> bool:
-        """If a step takes the oldest of the `ready` groups now, can the following steps still train all others in time?
+    def leaves_time(self, others: Mapping[WeightVersion, int], room: int) -> bool:
+        """Can the present step, which has `room` more places, and the steps after it train all `others` in time?
 
-        Both mappings count groups by start version. The last chance of a group is the step at its start version + max_staleness.
+        `others` counts groups by start version, those that are played and those that are ready. The last chance of a group is the
+        step at its start version + max_staleness.
         """
-        room = self._groups_per_step
-        left = dict(playing)
-        for version in sorted(ready):
-            taken = min(room, ready[version])
-            room -= taken
-            left[version] = left.get(version, 0) + ready[version] - taken
         num_until = 0
-        for version in sorted(left):
-            num_until += left[version]
-            if num_until > max(0, version + self._max_staleness - self.version) * self._groups_per_step:
+        for version in sorted(others):
+            num_until += others[version]
+            if num_until > room + max(0, version + self._max_staleness - self.version) * self._groups_per_step:
                 return False
         return True
 

@@ -2,8 +2,8 @@
 
     WAITING → STEPPING → (evaluation closes) → PREPARING → SYNCING → WAITING …
 
-Owns the phase, the open step, the sync's roll call and the running checkpoint. `core.py` decides *when* a phase ends; this
-module knows what a phase consists of and whom it waits for.
+Owns the phase, the open step (`step.py`), the sync's roll call and the running checkpoint. `core.py` decides *when* a phase ends;
+this module knows what a phase consists of and whom it waits for.
 
 Invariants (tests/scheduling/test_core_machine.py):
 
@@ -21,21 +21,13 @@ from dataclasses import dataclass, field
 
 from tiderl.config.schema import Config
 from tiderl.errors import IllegalEvent
-from tiderl.scheduling import dispatch
-from tiderl.scheduling.actions import (
-    Action,
-    AssignMicroBatch,
-    CloseStep,
-    OpenStep,
-    PrepareSync,
-    SaveCheckpoint,
-    StartSync,
-)
-from tiderl.scheduling.advantages import group_advantages
-from tiderl.scheduling.events import CheckpointSaved, StepTrained, SyncFinished, SyncReady
-from tiderl.scheduling.lifecycle import Group, GroupState
+from tiderl.scheduling.actions import AbandonStep, Action, OpenStep, PrepareSync, SaveCheckpoint, StartSync
+from tiderl.scheduling.events import CheckpointSaved, MicroBatchTrained, StepTrained, SyncFinished, SyncReady
+from tiderl.scheduling.lifecycle import Group
+from tiderl.scheduling.ra2p import Choice
 from tiderl.scheduling.readiness import Signals
-from tiderl.types import MicroBatchId, Rank, TaskId, WeightVersion
+from tiderl.scheduling.step import OpenedStep
+from tiderl.types import Rank, WeightVersion
 
 
 class Phase(enum.Enum):
@@ -48,18 +40,6 @@ class Phase(enum.Enum):
     PREPARING = "calling the weight sync's members"
     SYNCING = "weight sync"
     SAVING = "saving"
-
-
-@dataclass(slots=True)
-class OpenedStep:
-    """A step in progress."""
-
-    step: int
-    opened_s: float
-    groups: list[Group]
-    waited_s: float
-    signals: Signals
-    results: dict[Rank, StepTrained] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -91,48 +71,51 @@ class TrainingSide:
         self.on_disk: set[int] = set()
         self.waiting_since_s = 0.0
         self.next_step = 0
-        self._next_micro_batch = 0
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def open_step(self, groups: list[Group], signals: Signals, now_s: float) -> list[Action]:
-        """Train on `groups`: everything is there, so the step is assigned and closed at once (colocated)."""
+    def open_step(self, choice: Choice, signals: Signals, ref_ranks: tuple[Rank, ...], now_s: float) -> list[Action]:
+        """The trainer begins a step; `feed` gives it its groups. `ref_ranks` score for a decoupled one."""
         assert self.phase is Phase.WAITING
-        advantages: dict[TaskId, float] = {}
-        lengths: list[tuple[int, TaskId]] = []
-        for group in groups:
-            group.state = GroupState.TRAINING
-            tasks = group.finished
-            values = group_advantages([t.reward for t in tasks], by_std=self._config.loss.normalize_advantage_by_std)
-            for task, value in zip(tasks, values, strict=True):
-                advantages[task.task_id] = value
-                lengths.append((task.context_tokens, task.task_id))
-        step = self.next_step
+        waited_s = now_s - self.waiting_since_s
+        self.step = OpenedStep(self._config, self.next_step, self.actors, ref_ranks, choice, signals, now_s, waited_s)
         self.next_step += 1
-        self.step = OpenedStep(step, now_s, groups, now_s - self.waiting_since_s, signals)
-        self._enter(Phase.STEPPING, now_s + self._config.timeouts.step_s)
-        use_reference = self._config.loss.kl_weight > 0.0
-        actions: list[Action] = [OpenStep(self.actors, step, self.version, use_reference)]
-        shares = dispatch.colocated(lengths, len(self.actors), self._config.trainer.max_micro_batch_tokens)
-        for share in shares:
-            actions.append(
-                AssignMicroBatch(
-                    self.actors[share.dp_index],
-                    step,
-                    MicroBatchId(self._next_micro_batch),
-                    share.task_ids,
-                    tuple(advantages[task_id] for task_id in share.task_ids),
-                )
-            )
-            self._next_micro_batch += 1
-        actions.append(CloseStep(self.actors, step, len(shares)))
-        return actions
+        self._enter(Phase.STEPPING, None)
+        return [OpenStep(self.actors, self.step.step, self.version, choice.pipelining)]
 
-    def trained(self, event: StepTrained) -> OpenedStep | None:
+    def feed(self, groups: list[Group], now_s: float) -> list[Action]:
+        """Give the open step these groups, and the actors what should be theirs; the step closes when it has all of its groups."""
+        assert self.step is not None
+        return self._bounded(self.step.feed(groups, now_s), now_s)
+
+    def micro_batch_trained(self, event: MicroBatchTrained, now_s: float) -> list[Action]:
+        """An actor is through with a micro-batch, and may be idle."""
+        if self.step is None or event.step != self.step.step:
+            raise IllegalEvent(f"rank {event.rank} trained on a micro-batch of step {event.step}, which is not open")
+        return self._bounded(self.step.trained(event, now_s), now_s)
+
+    def finish_colocated(self, reason: str) -> list[Action]:
+        """A Ref rank is gone: the actors score the rest of the open step themselves."""
+        return [] if self.step is None else self.step.finish_colocated(reason)
+
+    def abandon(self, now_s: float) -> list[Action]:
+        """Leave the open step, if there is one, without an update."""
+        if self.step is None:
+            return []
+        actions: list[Action] = [AbandonStep(self.actors, self.step.step), *self.step.close(now_s)]
+        return self._bounded(actions, now_s)
+
+    def trained(self, event: StepTrained, now_s: float) -> OpenedStep | None:
         """An actor has left the step; returns the step when it was the last one."""
         step = self.step
         if step is None or event.step != step.step or event.rank not in self.actors or event.rank in step.results:
             raise IllegalEvent(f"rank {event.rank} left step {event.step}, but it is not in such a step")
+        if not step.is_closed:
+            raise IllegalEvent(f"rank {event.rank} left step {event.step}, which nobody has closed")
+        if not event.abandoned and event.rank in step.busy_actors():
+            raise IllegalEvent(
+                f"rank {event.rank} left step {event.step} with micro-batches that it was not through with"
+            )
         others = next(iter(step.results.values()), event)
         if (event.updated, event.abandoned, event.version) != (others.updated, others.abandoned, others.version):
             raise IllegalEvent(
@@ -144,10 +127,18 @@ class TrainingSide:
             )
         step.results[event.rank] = event
         if len(step.results) < len(self.actors):
+            self._bounded([], now_s)
             return None
         self.version = event.version
         self.step = None
         return step
+
+    def _bounded(self, actions: list[Action], now_s: float) -> list[Action]:
+        """While actors have something to do, the next thing that they say has a bound; while they wait for data there is none."""
+        assert self.step is not None
+        waits_for_actors = self.step.is_closed or self.step.num_outstanding > 0
+        self.deadline_s = now_s + self._config.timeouts.step_s if waits_for_actors else None
+        return actions
 
     # --- the weight sync ------------------------------------------------------------------------------------------
 
@@ -219,7 +210,7 @@ class TrainingSide:
         """Whom the present phase waits for, in words."""
         missing: list[Rank] = []
         if self.phase is Phase.STEPPING and self.step is not None:
-            missing = [r for r in self.actors if r not in self.step.results]
+            missing = self.step.waits_for()
         elif self.phase is Phase.PREPARING and self.sync is not None:
             missing = [r for r in self.sync.members if r not in self.sync.ready]
         elif self.phase is Phase.SYNCING and self.sync is not None:
