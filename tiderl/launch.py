@@ -5,6 +5,7 @@
 
 It checks the settings before anything is started, starts its children, and watches them: when one ends, so does the other, and when
 it is told to stop it lets the coordinator end the job in order, for a bounded time. Children die with it (`PR_SET_PDEATHSIG`).
+A job goes on without a Ref rank that has died, but torchrun would end it: the parent of such a rank stays until the job's end.
 
 Exit codes: 0 done, 2 the user can mend it (one paragraph on standard error), 1 anything else.
 """
@@ -33,6 +34,7 @@ from tiderl.coordinator.checkpoints import find_checkpoint
 from tiderl.errors import TideError, UserError, WaitTimeout
 from tiderl.profiles.files import load as load_profiles
 from tiderl.trainers.model_folder import check_model_folder, num_parameters
+from tiderl.types import Role
 from tiderl.wire.job import Job
 
 #: How often the parent looks at its children and at its signals.
@@ -118,8 +120,12 @@ def _run(loaded: LoadedConfig, rank: int, world_size: int, resume_dir: Path | No
         finally:
             for child in children.values():
                 _end(child)
-        if code == 1 and not stop.requested:
-            _complain(_last_words(early_log, rank), rank)
+        if code != 1 or stop.requested:
+            return code
+        last_words = _last_words(early_log, rank)
+        if config.roles.first_role(rank) is Role.REF and _had_started(early_log):
+            return _await_end(f"exit code {children['worker'].returncode}: {last_words}", stop)
+        _complain(last_words, rank)
         return code
 
 
@@ -256,11 +262,34 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 def _last_words(early_log: IO[str], rank: int) -> str:
     """Why this rank failed, as far as its parent can tell: what it printed before it had a log, or where its log is."""
-    early_log.seek(0)
-    lines = early_log.read().strip().splitlines()
-    if lines and lines[-1].startswith("log: "):
+    lines = _lines(early_log)
+    if _had_started(early_log):
         return f"rank {rank} failed; see {lines[-1].removeprefix('log: ')}"
     return f"rank {rank} failed at its start: " + " | ".join(lines[-5:])
+
+
+def _had_started(early_log: IO[str]) -> bool:
+    """Had the worker found its job? From there on the coordinator knows that it should be there, and judges what its loss means."""
+    return any(line.startswith("log: ") for line in _lines(early_log)[-1:])
+
+
+def _lines(early_log: IO[str]) -> list[str]:
+    early_log.seek(0)
+    return early_log.read().strip().splitlines()
+
+
+def _await_end(what_happened: str, stop: _StopSignal) -> int:
+    """In the place of a Ref rank's dead worker: stay until the job has ended, or until torchrun ends us; the exit code of a rank
+    that left in order."""
+    command = [sys.executable, "-m", "tiderl.worker.epilogue", what_happened]
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it has one line to say
+    child = subprocess.Popen(command, env=environment, text=True, start_new_session=True, preexec_fn=_die_with_parent)
+    try:
+        while child.poll() is None and not stop.requested:
+            time.sleep(POLL_S)
+    finally:
+        _end(child)
+    return 0
 
 
 class _StopSignal:

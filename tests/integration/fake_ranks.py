@@ -30,7 +30,7 @@ from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
 from tiderl.types import FailureKind, Finish, Rank, Role, SessionHandle, Trajectory, WeightVersion
 from tiderl.wire import messages as ms
-from tiderl.wire.sockets import CoordinatorSocket, JobKeys, WorkerSocket
+from tiderl.wire.sockets import ClientSocket, JobKeys, ServerSocket
 
 TIMEOUTS = TimeoutsConfig(start_s=30.0, heartbeat_s=0.1, lost_s=30.0, shutdown_s=1.0, step_s=20.0, sync_s=20.0)
 NUM_CONTEXT_TOKENS = 12
@@ -83,7 +83,7 @@ class FakeRank:
         return self.rank < self.config.roles.num_actors
 
     async def live(self, port: int, keys: JobKeys) -> None:
-        self.socket = WorkerSocket(self.rank)
+        self.socket = ClientSocket(self.rank)
         self.codec = ms.wire_codec(self.config.wire.max_message_bytes)
         await self.socket.connect(f"127.0.0.1:{port}", keys.public_for_clients(), timeout_s=10.0)
         self.beating = asyncio.ensure_future(self.beat())
@@ -91,8 +91,9 @@ class FakeRank:
             await self.say(ms.Hello(self.rank, "localhost", 1))
             if "talk nonsense" in self.habits:
                 await self.socket.send([msgpack.packb(["Nonsense", []])], timeout_s=5.0)
-            role = Role.ACTOR if self.is_actor else Role.ROLLOUT
-            num_kv_blocks = 0 if self.is_actor else 25
+            is_ref = not self.is_actor and self.rank < self.config.roles.num_actors + self.config.roles.num_ref
+            role = Role.ACTOR if self.is_actor else Role.REF if is_ref else Role.ROLLOUT
+            num_kv_blocks = 25 if role is Role.ROLLOUT else 0
             await self.say(ev.RankJoined(self.rank, role, WeightVersion(0), num_kv_blocks, 16))
             while not self.left:
                 await self.obey(self.codec.decode(await self.socket.recv()))
@@ -156,6 +157,24 @@ class FakeRank:
         assert tuple(t.task_id for t in message.trajectories) == message.action.task_ids
         for trajectory in message.trajectories:
             assert trajectory.token_ids.tolist() == [trajectory.task_id] * NUM_CONTEXT_TOKENS
+        if not self.abandoned:
+            action, num_tokens = message.action, sum(t.num_tokens for t in message.trajectories)
+            await self.say(
+                ev.MicroBatchTrained(
+                    self.rank, action.step, action.micro_batch_id, num_tokens, 0.0, 0.0, 0.01, 0.02, 0.0
+                )
+            )
+
+    async def on_ScoreMessage(self, message: ms.ScoreMessage) -> None:
+        if "die scoring" in self.habits:
+            self.left = True
+            return
+        action, num_tokens = message.action, sum(t.num_tokens for t in message.trajectories)
+        assert tuple(t.task_id for t in message.trajectories) == action.task_ids
+        await self.say(ev.ReferenceScored(self.rank, action.step, action.micro_batch_id, num_tokens, 0.01))
+
+    async def on_FinishColocated(self, order: ac.FinishColocated) -> None:
+        """A fake actor needs no log-probs."""
 
     async def on_AbandonStep(self, order: ac.AbandonStep) -> None:
         self.abandoned = True
@@ -213,7 +232,7 @@ class Run:
     def __init__(self, run_dir: Path, config: Config, num_rollout: int = 2, **habits: str) -> None:
         """`habits` by rank: `r1="no farewell"`."""
         self.run_dir, self.config = run_dir, config
-        world_size = config.roles.num_actors + num_rollout
+        world_size = config.roles.num_actors + config.roles.num_ref + num_rollout
         self.ranks = [self.make_rank(Rank(r), config, frozenset({habits.get(f"r{r}", "")})) for r in range(world_size)]
         self.out = io.StringIO()
         self.sessions: Any = NoSessions()
@@ -222,7 +241,7 @@ class Run:
     async def coordinating(self) -> AsyncIterator[Coordinator]:
         """The coordinator listens and all ranks live; call its `run`."""
         keys = JobKeys.generate()
-        wire = CoordinatorSocket(keys)
+        wire = ServerSocket(keys)
         header = Header(self.config, len(self.ranks), None)
         self.core = self.make_core(header)
         types = {"train": TaskTypes([("type", 50)]), "test": TaskTypes([("type", 50)])}

@@ -13,6 +13,7 @@ from tests.integration.fake_ranks import TIMEOUTS, Run, config_of
 from tiderl.coordinator import checkpoints
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
+from tiderl.types import Pipelining
 from tiderl.wire import messages as ms
 
 
@@ -143,3 +144,31 @@ async def test_a_rank_that_cannot_be_understood_is_lost(tmp_path: Path) -> None:
     end = await Run(tmp_path, config_of(steps=1), r1="talk nonsense").to_the_end()
     assert end.exit_code == 1
     assert "rank 1" in end.reason and "'Nonsense' is not a registered message" in end.reason
+
+
+async def test_ref_ranks_are_sent_what_they_score_and_are_no_members_of_the_sync(tmp_path: Path) -> None:
+    run = Run(tmp_path, config_of(steps=2, num_actors=2, num_ref=1, kl_weight=0.1))
+    end = await run.to_the_end()
+    assert end == ac.Shutdown(0, "all 2 steps are done")
+    orders = run.ranks[2].orders
+    scored = [order.action.task_ids for order in orders if isinstance(order, ms.ScoreMessage)]
+    trained = [o.action.task_ids for rank in run.ranks[:2] for o in rank.orders if isinstance(o, ms.MicroBatchMessage)]
+    assert sorted(scored) == sorted(trained)
+    assert {type(order).__name__ for order in orders} == {"ScoreMessage", "Shutdown"}
+    run.replayed()
+
+
+async def test_a_job_goes_on_when_a_ref_rank_is_gone(tmp_path: Path) -> None:
+    """It dies in the middle of the first step: the actors finish that and all others by themselves, and nobody waits for it."""
+    config = config_of(steps=3, num_actors=2, num_ref=1, kl_weight=0.1)
+    run = Run(tmp_path, replace(config, timeouts=replace(TIMEOUTS, lost_s=2.0)), r2="die scoring")
+    end = await run.to_the_end()
+    assert end == ac.Shutdown(0, "all 3 steps are done")
+    lost = [event for event in run.replayed()[0] if isinstance(event, ev.RankLost)]
+    assert [event.rank for event in lost] == [2]
+    assert "Ref rank 2 is lost" in run.out.getvalue()
+    ways = [order.pipelining for order in run.ranks[0].orders if isinstance(order, ac.OpenStep)]
+    # Fake actors need no log-probs, so that the death may be found out a step later.
+    assert (ways[0], ways[-1]) == (Pipelining.DECOUPLED, Pipelining.COLOCATED)
+    for actor in run.ranks[:2]:
+        assert [o.ranks for o in actor.orders if isinstance(o, ac.FinishColocated)] == [(0, 1)]

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from tiderl.errors import ConfigError, WaitTimeout, WireError
-from tiderl.wire.sockets import ClientKeys, CoordinatorSocket, JobKeys, WorkerSocket
+from tiderl.wire.sockets import ClientKeys, ClientSocket, JobKeys, ServerSocket
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ def no_descriptor_left_behind() -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def listening(
     max_message_bytes: int = 1_000_000, max_queued_messages: int = 1000
-) -> AsyncIterator[tuple[CoordinatorSocket, str]]:
-    coordinator = CoordinatorSocket(KEYS, max_message_bytes=max_message_bytes, max_queued_messages=max_queued_messages)
+) -> AsyncIterator[tuple[ServerSocket, str]]:
+    coordinator = ServerSocket(KEYS, max_message_bytes=max_message_bytes, max_queued_messages=max_queued_messages)
     try:
         yield coordinator, f"127.0.0.1:{await coordinator.bind('127.0.0.1')}"
     finally:
@@ -57,8 +57,8 @@ async def listening(
 @contextlib.asynccontextmanager
 async def joined(
     address: str, rank: int, max_message_bytes: int = 1_000_000, max_queued_messages: int = 1000
-) -> AsyncIterator[WorkerSocket]:
-    worker = WorkerSocket(rank, max_message_bytes=max_message_bytes, max_queued_messages=max_queued_messages)
+) -> AsyncIterator[ClientSocket]:
+    worker = ClientSocket(rank, max_message_bytes=max_message_bytes, max_queued_messages=max_queued_messages)
     try:
         await worker.connect(address, KEYS.public_for_clients(), timeout_s=BOUND_S)
         yield worker
@@ -88,7 +88,7 @@ async def raw_dealer(address: str, keys: ClientKeys | None, identity: bytes) -> 
         await asyncio.to_thread(ending.join, BOUND_S)
 
 
-async def assert_both_ways(coordinator: CoordinatorSocket, worker: WorkerSocket, rank: int) -> None:
+async def assert_both_ways(coordinator: ServerSocket, worker: ClientSocket, rank: int) -> None:
     await soon(worker.send([b"up", b""]))
     assert await soon(coordinator.recv()) == (rank, [b"up", b""])
     await soon(coordinator.send(rank, [b"down"]))
@@ -167,7 +167,7 @@ async def test_garbage_on_the_port_disturbs_nobody() -> None:
 
 async def test_a_worker_with_another_job_s_client_key_is_told_so() -> None:
     async with listening() as (_, address):
-        worker = WorkerSocket(3)
+        worker = ClientSocket(3)
         with pytest.raises(WireError, match="refuses the keys of rank 3"):
             await soon(worker.connect(address, STRANGER, timeout_s=BOUND_S))
         await worker.close()
@@ -178,7 +178,7 @@ async def test_a_worker_that_cannot_join_gives_up_after_its_bound(keys: JobKeys)
     async with listening() as (coordinator, address):
         if keys is KEYS:
             await coordinator.close()
-        worker = WorkerSocket(3)
+        worker = ClientSocket(3)
         doubt = "" if keys is KEYS else ".*hangs up in the handshake"
         with pytest.raises(WaitTimeout, match=f"rank 3 waited 0.4 s for the coordinator at {address}{doubt}"):
             await soon(worker.connect(address, keys.public_for_clients(), timeout_s=0.4))
@@ -189,7 +189,7 @@ async def test_a_worker_that_comes_before_the_coordinator_joins_it_later() -> No
     async with listening() as (_, address):
         port = int(address.split(":")[1])
     # The port is free again; a coordinator cannot be told its port, so a plain socket plays its part.
-    worker = WorkerSocket(3)
+    worker = ClientSocket(3)
     joining = asyncio.ensure_future(worker.connect(f"127.0.0.1:{port}", KEYS.public_for_clients(), timeout_s=BOUND_S))
     await asyncio.sleep(0.05)
     context = zmq.asyncio.Context()
@@ -296,14 +296,14 @@ async def test_what_is_queued_is_sent_before_the_socket_closes() -> None:
 
 
 async def test_closing_twice_or_before_anything_else_is_harmless() -> None:
-    coordinator, worker = CoordinatorSocket(KEYS), WorkerSocket(0)
+    coordinator, worker = ServerSocket(KEYS), ClientSocket(0)
     for socket in (coordinator, worker):
         await socket.close()
         await socket.close()
 
 
 async def test_a_worker_that_has_not_connected_says_so() -> None:
-    worker = WorkerSocket(5)
+    worker = ClientSocket(5)
     with pytest.raises(WireError, match="rank 5 has not connected"):
         await worker.recv()
     with pytest.raises(WireError, match="rank 5 has not connected"):
@@ -312,7 +312,7 @@ async def test_a_worker_that_has_not_connected_says_so() -> None:
 
 
 async def test_an_address_that_is_not_ours_is_a_config_error() -> None:
-    coordinator = CoordinatorSocket(KEYS)
+    coordinator = ServerSocket(KEYS)
     with pytest.raises(ConfigError, match=r"wire.bind_host: cannot listen on '203\.0\.113\.7'"):
         await coordinator.bind("203.0.113.7")
     await coordinator.close()

@@ -37,6 +37,16 @@ def test_a_reason_names_bound_and_last_phase() -> None:
     assert lost(members, 42.0) == {0: "silent for 22 s (timeouts.lost_s = 10); its last phase was 'sync'"}
 
 
+def test_a_rank_is_lost_once_whoever_finds_out() -> None:
+    members = members_of(2)
+    members.heard(Rank(0), 1.0)
+    assert members.lose(Rank(0)) is True
+    assert members.lose(Rank(0)) is False
+    assert lost(members, 500.0) == {1: "never heard of within 100 s (timeouts.start_s)"}
+    assert members.lose(Rank(1)) is False
+    assert members.present() == []
+
+
 def test_invariant_2_before_the_first_message_the_start_is_the_bound() -> None:
     members = members_of(2)
     members.heard(Rank(0), 95.0)

@@ -32,7 +32,7 @@ from tiderl.scheduling.events import EVENT_TYPES, Event
 from tiderl.wire.codec import Codec
 
 _MAGIC = "tiderl-journal"
-_FORMAT = 3
+_FORMAT = 4
 #: A written record is at most this many records away from the disk.
 _FLUSH_EVERY = 64
 

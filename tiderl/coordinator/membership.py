@@ -36,9 +36,11 @@ class Membership:
         self.farewells[farewell.rank] = farewell
         self._waiting_for.discard(farewell.rank)
 
-    def failed(self, rank: Rank) -> None:
-        """The rank has said that it cannot go on: nothing more will come."""
+    def lose(self, rank: Rank) -> bool:
+        """Nothing more will come from the rank; False if that was known, or if it has left."""
+        was_here = rank in self._waiting_for
         self._waiting_for.discard(rank)
+        return was_here
 
     def present(self) -> list[Rank]:
         """Ranks that have been heard of, and have neither left nor been lost."""

@@ -31,7 +31,7 @@ from tiderl.observe.metrics import MetricsWriter
 from tiderl.observe.prometheus import PrometheusExporter
 from tiderl.scheduling.events import EnvironmentCapacity, StopRequested
 from tiderl.wire.job import Job
-from tiderl.wire.sockets import CoordinatorSocket, JobKeys
+from tiderl.wire.sockets import JobKeys, ServerSocket
 
 
 async def coordinate(job: Job, ready_fd: int) -> int:
@@ -48,7 +48,7 @@ async def coordinate(job: Job, ready_fd: int) -> int:
         core = header.fresh_core()
         reports = _reports(job)
         keys = JobKeys.generate()
-        wire = CoordinatorSocket(keys, max_message_bytes=config.wire.max_message_bytes)
+        wire = ServerSocket(keys, max_message_bytes=config.wire.max_message_bytes)
         try:
             with JournalWriter(job.run_dir / "journal.msgpack", header) as journal:
                 coordinator = Coordinator(

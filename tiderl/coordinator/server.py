@@ -42,9 +42,9 @@ from tiderl.errors import IllegalEvent, WireError
 from tiderl.scheduling import actions as ac
 from tiderl.scheduling import events as ev
 from tiderl.scheduling.core import Core
-from tiderl.types import Rank, TaskId, TaskKind, Trajectory
+from tiderl.types import MicroBatchId, Rank, TaskId, TaskKind, Trajectory
 from tiderl.wire import messages as ms
-from tiderl.wire.sockets import CoordinatorSocket
+from tiderl.wire.sockets import ServerSocket
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Coordinator:
         config: Config,
         core: Core,
         stream: TaskStream,
-        wire: CoordinatorSocket,
+        wire: ServerSocket,
         journal: JournalWriter,
         reports: Reports,
         sessions: SessionAdopter,
@@ -77,6 +77,8 @@ class Coordinator:
         self._codec = ms.wire_codec(config.wire.max_message_bytes)
         self._members = Membership(world_size, config.timeouts)
         self._buffer: dict[TaskId, Trajectory] = {}
+        #: Of the open step, those handed out to actors that a Ref rank may have to score.
+        self._assigned: dict[MicroBatchId, tuple[Trajectory, ...]] = {}
         self._paused = PausedTasks(sessions, config.timeouts.env_request_s, self._lost_paused)
         self._states: dict[int, dict[str, Any]] = {}
         self._inbox: deque[ev.Event] = deque()
@@ -95,6 +97,8 @@ class Coordinator:
             ac.ResumeTask: self._resume,
             ac.EndPaused: self._end_paused,
             ac.AssignMicroBatch: self._assign,
+            ac.ScoreMicroBatch: self._score,
+            ac.CloseStep: lambda a: self._assigned.clear(),
             ac.DropTrajectories: self._drop,
             ac.SaveCheckpoint: self._save,
             ac.ReportStep: lambda a: self._reports.step(a, self.now_s(), self._members.gauges()),
@@ -172,7 +176,7 @@ class Coordinator:
             message = self._codec.decode(frames)
         except WireError as error:
             # A fact that the core never hears of would be waited for without end.
-            self._inbox.append(ev.RankLost(rank, f"sent a message that cannot be read: {error}"))
+            self._lose(rank, f"sent a message that cannot be read: {error}")
             return
         if isinstance(message, ms.TrajectoryMessage):
             self._buffer[message.event.task_id] = message.trajectory
@@ -190,8 +194,7 @@ class Coordinator:
             logger.info("rank %d is process %d on %s", rank, message.pid, message.host)
         elif isinstance(message, ms.RankFailed):
             self.user_error |= message.user_error
-            self._members.failed(rank)
-            self._inbox.append(ev.RankLost(rank, message.reason))
+            self._lose(rank, message.reason)
         elif isinstance(message, ms.Farewell):
             self._members.left(message)
         else:
@@ -238,7 +241,12 @@ class Coordinator:
         except WireError as error:
             logger.warning("%s for rank %d is not sent: %s", type(message).__name__, rank, error)
             if self._end is None:
-                self._inbox.append(ev.RankLost(rank, str(error)))
+                self._lose(rank, str(error))
+
+    def _lose(self, rank: Rank, reason: str) -> None:
+        """The core hears of it once, whatever else goes wrong with the rank."""
+        if self._members.lose(rank):
+            self._inbox.append(ev.RankLost(rank, reason))
 
     # --- from the core to the world -------------------------------------------------------------------------------
 
@@ -275,7 +283,11 @@ class Coordinator:
 
     def _assign(self, action: ac.AssignMicroBatch) -> None:
         trajectories = tuple(self._buffer.pop(task_id) for task_id in action.task_ids)
+        self._assigned[action.micro_batch_id] = trajectories
         self._outbox.put_nowait((action.rank, ms.MicroBatchMessage(action, trajectories)))
+
+    def _score(self, action: ac.ScoreMicroBatch) -> None:
+        self._outbox.put_nowait((action.rank, ms.ScoreMessage(action, self._assigned.pop(action.micro_batch_id))))
 
     def _drop(self, action: ac.DropTrajectories) -> None:
         for task_id in action.task_ids:

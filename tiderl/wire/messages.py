@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiderl.scheduling.actions import ACTION_TYPES, AssignMicroBatch, ResumeTask
+import numpy as np
+import numpy.typing as npt
+
+from tiderl.scheduling.actions import ACTION_TYPES, AssignMicroBatch, ResumeTask, ScoreMicroBatch
 from tiderl.scheduling.events import EVENT_TYPES, TaskFinished, TaskPaused
-from tiderl.types import PausedTask, Rank, Trajectory
+from tiderl.types import MicroBatchId, PausedTask, Rank, Trajectory
 from tiderl.wire.codec import Codec
 
 
@@ -85,6 +88,23 @@ class MicroBatchMessage:
     trajectories: tuple[Trajectory, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreMessage:
+    """A micro-batch for a Ref rank: the core's order, and the trajectories that it names, in that order."""
+
+    action: ScoreMicroBatch
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceMessage:
+    """From a Ref rank straight to an actor: reference log-probs of a micro-batch's trajectories, in order, each [num_tokens]."""
+
+    step: int
+    micro_batch_id: MicroBatchId
+    log_probs: tuple[npt.NDArray[np.float32], ...]
+
+
 MESSAGE_TYPES: tuple[type, ...] = (
     Hello,
     Heartbeat,
@@ -94,6 +114,8 @@ MESSAGE_TYPES: tuple[type, ...] = (
     PausedMessage,
     ResumeMessage,
     MicroBatchMessage,
+    ScoreMessage,
+    ReferenceMessage,
 )
 
 

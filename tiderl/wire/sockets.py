@@ -1,16 +1,16 @@
-"""The sockets between the coordinator and the workers: ROUTER and DEALER over TCP, encrypted and authenticated by CURVE.
+"""The sockets between the processes of a job: ROUTER and DEALER over TCP, encrypted and authenticated by CURVE.
 
-A job has one server key pair and one client key pair, made at its start (`JobKeys.generate`). Whoever holds the client keys is
-a worker of the job; everybody else gets no answer. Frames are opaque here; `codec.py` gives them meaning. This is the only file
-that imports zmq.
+Servers are the coordinator, for all workers, and actors, for Ref ranks; each has a key pair of its own. Clients are workers, and
+share the one client key pair that is made at the job's start (`JobKeys.generate`): whoever holds it is a worker of the job, and
+everybody else gets no answer. Frames are opaque here; `codec.py` gives them meaning. This is the only file that imports zmq.
 
 Invariants (tests/integration/test_sockets.py):
 
 1. Only peers with the job's client key are heard; a wrong key, no key or garbage disturbs nobody.
-2. Between a worker and the coordinator messages arrive whole, once and in order, or the connection is reported lost: a worker
+2. Between a client and its server messages arrive whole, once and in order, or the connection is reported lost: a client
    whose connection breaks does not come back under the same socket, because what was on its way would be missing in silence.
-3. No send waits without a bound. The coordinator's never waits at all: a rank that leaves `max_queued_messages` unread, or that
-   is not connected, is a `WireError` which names it. A worker's waits for `timeout_s` and then raises `WaitTimeout`.
+3. No send waits without a bound. The server's never waits at all: a rank that leaves `max_queued_messages` unread, or that
+   is not connected, is a `WireError` which names it. A client's waits for `timeout_s` and then raises `WaitTimeout`.
 4. A frame over `max_message_bytes` is refused where it is sent; a peer that sends one all the same is disconnected.
 5. `close` sends what is queued for at most `linger_s` and leaves no socket, task or thread behind; should libzmq not end its
    context in time, it says so in the log and goes on.
@@ -68,10 +68,15 @@ class ClientKeys:
     client_public: str
     client_secret: str = field(repr=False)
 
+    def with_own_server(self) -> JobKeys:
+        """For a worker that listens itself: a fresh server key pair, for the clients of the same job."""
+        server_public, server_secret = zmq.curve_keypair()
+        return JobKeys(server_public.decode(), server_secret.decode(), self.client_public, self.client_secret)
+
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """The keys of one job, as Z85 text. Only the coordinator holds all four."""
+    """The keys of one server of a job, as Z85 text. Only that server holds all four."""
 
     server_public: str
     server_secret: str = field(repr=False)
@@ -86,12 +91,12 @@ class JobKeys:
         return cls(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
 
     def public_for_clients(self) -> ClientKeys:
-        """The part that workers get: all but the coordinator's secret."""
+        """The part that workers get: all but the server's secret."""
         return ClientKeys(self.server_public, self.client_public, self.client_secret)
 
 
-class CoordinatorSocket:
-    """The coordinator's end: hears all ranks, speaks to each. To be used from one event loop."""
+class ServerSocket:
+    """The server's end: hears all ranks that join it, speaks to each. To be used from one event loop."""
 
     def __init__(
         self,
@@ -179,17 +184,19 @@ class CoordinatorSocket:
             await self._zap.send_multipart([version, request_id, *verdict, b""])
 
 
-class WorkerSocket:
-    """A worker's end, named after its rank. To be used from one event loop."""
+class ClientSocket:
+    """A worker's end, named after its rank; `server` is what errors call the other one. To be used from one event loop."""
 
     def __init__(
         self,
         rank: int,
         *,
+        server: str = "the coordinator",
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_queued_messages: int = DEFAULT_MAX_QUEUED_MESSAGES,
     ) -> None:
         self._rank = rank
+        self._server = server
         self._max_message_bytes = max_message_bytes
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -204,9 +211,9 @@ class WorkerSocket:
         self._lost: asyncio.Future[str] | None = None
 
     async def connect(self, address: str, keys: ClientKeys, *, timeout_s: float, lost_s: float = 60.0) -> None:
-        """Join the coordinator at `host:port` and wait until it has accepted the keys.
+        """Join the server at `host:port` and wait until it has accepted the keys.
 
-        A coordinator whose machine is silent for `lost_s` counts as lost. Raises `WireError` if the keys are refused,
+        A server whose machine is silent for `lost_s` counts as lost. Raises `WireError` if the keys are refused,
         `WaitTimeout` after `timeout_s`.
         """
         loop = asyncio.get_running_loop()
@@ -229,11 +236,11 @@ class WorkerSocket:
         await asyncio.wait({self._joined}, timeout=timeout_s)
         if not self._joined.done():
             raise WaitTimeout(
-                f"rank {self._rank}", f"the coordinator at {address}{self._doubt}", timeout_s, "timeouts.start_s"
+                f"rank {self._rank}", f"{self._server} at {address}{self._doubt}", timeout_s, "timeouts.start_s"
             )
         if self._joined.result() == "refused":
             raise WireError(
-                f"the coordinator at {address} refuses the keys of rank {self._rank}: they are of another job"
+                f"{self._server} at {address} refuses the keys of rank {self._rank}: they are of another job"
             )
 
     async def recv(self) -> list[bytes]:
@@ -255,7 +262,7 @@ class WorkerSocket:
             raise WireError(lost.result()) from None
 
     async def send(self, frames: Sequence[Buffer], *, timeout_s: float = 60.0) -> None:
-        """Queue a message for the coordinator. Raises `WireError` (connection lost, too large) or `WaitTimeout` (queue full)."""
+        """Queue a message for the server. Raises `WireError` (connection lost, too large) or `WaitTimeout` (queue full)."""
         lost = self._require_joined()
         if lost.done():
             raise WireError(lost.result())
@@ -264,7 +271,7 @@ class WorkerSocket:
             await asyncio.wait_for(self._socket.send_multipart(list(frames)), timeout_s)
         except TimeoutError:
             raise WaitTimeout(
-                f"rank {self._rank}", "the coordinator to read its messages", timeout_s, "timeouts.lost_s"
+                f"rank {self._rank}", f"{self._server} to read its messages", timeout_s, "timeouts.lost_s"
             ) from None
 
     @property
@@ -282,7 +289,7 @@ class WorkerSocket:
 
     def _require_joined(self) -> asyncio.Future[str]:
         if self._lost is None:
-            raise WireError(f"rank {self._rank} has not connected to a coordinator yet")
+            raise WireError(f"rank {self._rank} has not connected to {self._server} yet")
         return self._lost
 
     async def _watch_connection(self, endpoint: str) -> None:
@@ -299,7 +306,7 @@ class WorkerSocket:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._doubt = " (which hangs up in the handshake: perhaps it belongs to another job)"
             elif event == zmq.EVENT_DISCONNECTED and joined.done():
-                lost.set_result(f"rank {self._rank} has lost its connection to the coordinator at {endpoint}")
+                lost.set_result(f"rank {self._rank} has lost its connection to {self._server} at {endpoint}")
             elif event == zmq.EVENT_CONNECT_RETRIED:
                 await asyncio.sleep(_RETRY_S)
                 self._socket.disconnect(endpoint)

@@ -1,4 +1,4 @@
-"""Which engine, trainer and chat format a rank gets, by the settings' kinds; each is imported when it is chosen, not before."""
+"""Which engine, trainer, reference and chat format a rank gets, by the settings' kinds; each is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiderl.worker.context import WorkerContext
 if TYPE_CHECKING:
     from tiderl.agent.loop import Chat
     from tiderl.engines.base import Engine
-    from tiderl.trainers.base import Trainer
+    from tiderl.trainers.base import Reference, Trainer
 
 
 def make_trainer(context: WorkerContext, world_size: int) -> Trainer:
@@ -24,11 +24,27 @@ def make_trainer(context: WorkerContext, world_size: int) -> Trainer:
         from tiderl.trainers.emulated import EmulatedTrainer
 
         costs = load(config.emulate.hardware, config.emulate.model)
-        num_receivers = world_size - config.roles.num_actors
+        num_receivers = world_size - config.roles.num_actors - config.roles.num_ref
         return EmulatedTrainer(config, context.actor_group, costs, context.clock, num_receivers)
     from tiderl.trainers.fsdp import FsdpTrainer
 
     return FsdpTrainer(config, context.actor_group, context.storage_group, context.device)
+
+
+def make_reference(context: WorkerContext, beside: Trainer | None = None) -> Reference:
+    """For a Ref rank, or for an actor's rank: `beside` its trainer."""
+    config = context.config
+    if config.trainer.kind == "emulated":
+        from tiderl.profiles.files import load
+        from tiderl.trainers.emulated import EmulatedTrainer
+        from tiderl.trainers.emulated_reference import EmulatedReference
+
+        costs = load(config.emulate.hardware, config.emulate.model)
+        memory = beside.memory if isinstance(beside, EmulatedTrainer) else None
+        return EmulatedReference(config, costs, context.clock, memory)
+    from tiderl.trainers.reference import HostedReference
+
+    return HostedReference(config, context.device)
 
 
 def make_engine(context: WorkerContext) -> Engine:

@@ -28,11 +28,11 @@ class WorkerContext:
     #: Checkpoint folder to go on from, or None.
     resume_dir: Path | None
     device: torch.device
-    #: The actors among themselves; None on pool ranks.
+    #: The actors among themselves; None on other ranks.
     actor_group: dist.ProcessGroup | None
-    #: The actors among themselves, for the thread that writes checkpoints; None on pool ranks.
+    #: The actors among themselves, for the thread that writes checkpoints; None on other ranks.
     storage_group: dist.ProcessGroup | None
-    #: The leader of the weight sync (rank 0) and the pool; None on the other actors.
+    #: The leader of the weight sync (rank 0) and the rollout ranks; None on the other actors, and on Ref ranks.
     sync_group: dist.ProcessGroup | None
     #: Queue a message to the coordinator; from the event loop only.
     emit: Callable[[Any], None]

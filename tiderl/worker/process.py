@@ -19,32 +19,37 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tiderl.clock import JobClock
 from tiderl.envs.auth import read_token
 from tiderl.envs.client import EnvClient
-from tiderl.errors import TideError, UserError, WaitTimeout
+from tiderl.errors import TideError, UserError
 from tiderl.scheduling.actions import Shutdown
 from tiderl.scheduling.events import SecondsSpent
 from tiderl.scheduling.ledger import Activity
-from tiderl.types import Rank
+from tiderl.types import Rank, Role
 from tiderl.wire.job import Job
 from tiderl.wire.messages import Farewell, Heartbeat, Hello, RankFailed, wire_codec
-from tiderl.wire.sockets import WorkerSocket
+from tiderl.wire.sockets import ClientSocket
 from tiderl.worker import backends
 from tiderl.worker.actor import ActorWorker
 from tiderl.worker.context import RoleWorker, WorkerContext
+from tiderl.worker.ref import RefWorker
+from tiderl.worker.reference_channel import ActorAddress, ReferenceListener, ReferenceSender
 from tiderl.worker.rollout import RolloutWorker
 from tiderl.worker.seconds import RankMeter
+from tiderl.worker.store import ENDED_KEY, JOB_KEY, await_key, join_store
 
 logger = logging.getLogger(__name__)
 
-_STORE_KEY = "job"
+#: Rank 0, to its store, that the job has ended.
+_TELL_S = 1.0
 
 
 class WorkerProcess:
@@ -64,7 +69,7 @@ class WorkerProcess:
         """The worker's life; returns the exit code."""
         config = self._job.config
         assert self._job.keys is not None
-        wire = WorkerSocket(self._rank, max_message_bytes=config.wire.max_message_bytes)
+        wire = ClientSocket(self._rank, max_message_bytes=config.wire.max_message_bytes)
         try:
             await wire.connect(
                 self._job.address,
@@ -78,7 +83,7 @@ class WorkerProcess:
         finally:
             await wire.close()
 
-    async def _serve(self, wire: WorkerSocket) -> int:
+    async def _serve(self, wire: ClientSocket) -> int:
         """Work, speak and listen until told to leave, or until one of the three fails."""
         self.emit(Hello(self._rank, socket.gethostname(), os.getpid()))
         coroutines = (self._work(), self._send(wire), self._receive(wire), self._beat())
@@ -108,13 +113,13 @@ class WorkerProcess:
         self.emit(await self._role.start())
         await self._role.run()
 
-    async def _send(self, wire: WorkerSocket) -> None:
+    async def _send(self, wire: ClientSocket) -> None:
         while True:
             message = await self._outbox.get()
             await wire.send(self._codec.encode(message))
             self._outbox.task_done()
 
-    async def _say(self, wire: WorkerSocket, message: Any) -> None:
+    async def _say(self, wire: ClientSocket, message: Any) -> None:
         """Send past the queue, whose sender may be what has failed."""
         try:
             await wire.send(self._codec.encode(message))
@@ -127,7 +132,7 @@ class WorkerProcess:
         except TimeoutError:
             logger.warning("%d messages to the coordinator could not be sent", self._outbox.qsize())
 
-    async def _receive(self, wire: WorkerSocket) -> None:
+    async def _receive(self, wire: ClientSocket) -> None:
         while True:
             message = self._codec.decode(await wire.recv())
             if isinstance(message, Shutdown):
@@ -148,6 +153,11 @@ class WorkerProcess:
 
     async def _leave(self, order: Shutdown) -> int:
         logger.info("leaving: %s", order.reason)
+        if self._rank == 0:
+            # For the parents of ranks that died. On a thread, since a group that hangs may hold the store.
+            await asyncio.wait(
+                {asyncio.create_task(asyncio.to_thread(self._store.set, ENDED_KEY, order.reason))}, timeout=_TELL_S
+            )
         self._meter.rest(Activity.SHUTDOWN)
         total = 0
         if self._role is not None:
@@ -161,26 +171,15 @@ class WorkerProcess:
 
 
 async def _make_role(job: Job, rank: Rank, store: Store, emit: Any, meter: RankMeter) -> RoleWorker:
-    """Join the world, make the groups (once, in the same order on all ranks), build the role."""
+    """Join the world, make the groups, build the role. Ranks in order: actors, Ref ranks, rollout ranks."""
     config = job.config
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=config.timeouts.collective_s)
-
-    def join() -> tuple[Any, Any, Any]:
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
-        actors = list(range(config.roles.num_actors))
-        pool = list(range(config.roles.num_actors, job.world_size))
-        actor_group = dist.new_group(actors, timeout=timeout)
-        storage_group = dist.new_group(actors, backend="gloo", timeout=timedelta(seconds=config.timeouts.step_s))
-        sync_group = dist.new_group([0, *pool], timeout=timeout)
-        is_actor, is_member = rank in actors, rank in (0, *pool)
-        return actor_group if is_actor else None, storage_group if is_actor else None, sync_group if is_member else None
-
-    actor_group, storage_group, sync_group = await asyncio.to_thread(join)
+    role = config.roles.first_role(rank)
+    listener = await _listen(job, rank, store) if role is Role.ACTOR and config.roles.num_ref else None
+    actor_group, storage_group, sync_group = await asyncio.to_thread(_join_world, job, rank, store, on_gpu)
     context = WorkerContext(
         config,
         rank,
@@ -194,12 +193,62 @@ async def _make_role(job: Job, rank: Rank, store: Store, emit: Any, meter: RankM
         meter.clock,
         meter,
     )
-    if rank < config.roles.num_actors:
-        return ActorWorker(context, backends.make_trainer(context, job.world_size), backends.vocab_size(config))
+    if role is Role.ACTOR:
+        trainer, vocab_size = backends.make_trainer(context, job.world_size), backends.vocab_size(config)
+        reference = backends.make_reference(context, trainer) if config.loss.kl_weight > 0 else None
+        return ActorWorker(context, trainer, vocab_size, reference=reference, listener=listener)
+    if role is Role.REF:
+        return await _make_ref(job, context, store)
     token = read_token(config.env.token_file)
     sessions = EnvClient(config.env.urls, token, config.timeouts.env_request_s, env=config.env.name)
     chat = await backends.make_chat(config)
     return RolloutWorker(context, backends.make_engine(context), sessions, chat, backends.vocab_size(config))
+
+
+def _join_world(job: Job, rank: Rank, store: Store, on_gpu: bool) -> tuple[Any, Any, Any]:
+    """Make the groups, once, in the same order on all ranks: the actors' two, the sync group; None for one without this rank."""
+    config = job.config
+    timeout = timedelta(seconds=config.timeouts.collective_s)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    roles = [config.roles.first_role(r) for r in range(job.world_size)]
+    actors = [r for r, role in enumerate(roles) if role is Role.ACTOR]
+    # The reference never changes, and a Ref rank that dies must not spoil a group that others need.
+    sync_members = [0, *(r for r, role in enumerate(roles) if role is Role.ROLLOUT)]
+    actor_group = dist.new_group(actors, timeout=timeout)
+    storage_group = dist.new_group(actors, backend="gloo", timeout=timedelta(seconds=config.timeouts.step_s))
+    sync_group = dist.new_group(sync_members, timeout=timeout)
+    is_actor, is_member = rank in actors, rank in sync_members
+    return actor_group if is_actor else None, storage_group if is_actor else None, sync_group if is_member else None
+
+
+async def _listen(job: Job, rank: Rank, store: Store) -> ReferenceListener:
+    """An actor's ear for Ref ranks. Its address is in the store before the world is joined, so that nobody has to wait for it."""
+    assert job.keys is not None
+    listener = ReferenceListener(job.keys, max_message_bytes=job.config.wire.max_message_bytes)
+    (await listener.open(*listening_hosts(job, rank))).publish(store, rank)
+    return listener
+
+
+async def _make_ref(job: Job, context: WorkerContext, store: Store) -> RefWorker:
+    assert job.keys is not None
+    find = partial(ActorAddress.find, store, timeout_s=job.config.timeouts.start_s)
+    ranks = [Rank(actor) for actor in range(job.config.roles.num_actors)]
+    actors = {actor: await asyncio.to_thread(find, actor) for actor in ranks}
+    sender = ReferenceSender(context.rank, job.keys, max_message_bytes=job.config.wire.max_message_bytes)
+    return RefWorker(context, backends.make_reference(context), sender, actors)
+
+
+def listening_hosts(job: Job, rank: Rank) -> tuple[str, str]:
+    """Where this rank listens, and under which name others find it: on rank 0's machine as the coordinator does, elsewhere at the
+    address from which the coordinator is reached."""
+    if rank == int(os.environ["LOCAL_RANK"]):  # torchrun numbers the ranks of rank 0's machine first
+        return job.bind_host, job.connect_host
+    family, _, _, _, place = socket.getaddrinfo(job.connect_host, job.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing: it only asks the kernel for the way
+        own: str = probe.getsockname()[0]
+    return own, own
 
 
 def _reason(error: BaseException) -> str:
@@ -210,21 +259,16 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
-def _join_store(rank: Rank) -> tuple[Job, Store]:
-    """Torchrun's store, under a prefix of this start of the job, and the job's description."""
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def _find_job(rank: Rank) -> tuple[Job, Store]:
+    """The job's description, and torchrun's store, through which all ranks have it from rank 0."""
     bound_s = float(os.environ["TIDERL_START_TIMEOUT_S"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    tcp_store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=bound_s))
-    store = PrefixStore(f"tiderl/{restart}", tcp_store)
+    store = join_store(bound_s)
     if rank == 0:
         text = sys.stdin.readline()
-        store.set(_STORE_KEY, text)
+        store.set(JOB_KEY, text)
     else:
-        try:
-            text = store.get(_STORE_KEY).decode()
-        except dist.DistStoreError as error:
-            raise WaitTimeout(f"rank {rank}", "rank 0's description of the job", bound_s, "timeouts.start_s") from error
+        what = "rank 0's description of the job"
+        text = await_key(store, JOB_KEY, waiter=f"rank {rank}", waited_for=what, bound_s=bound_s)
     return Job.from_json(text), store
 
 
@@ -245,7 +289,7 @@ def _log_to_file(job: Job, rank: Rank) -> None:
 
 def main() -> None:
     rank = Rank(int(os.environ["RANK"]))
-    job, store = _join_store(rank)
+    job, store = _find_job(rank)
     _log_to_file(job, rank)
     # `kill -USR1 PID` writes the stacks of all threads to the rank's log: where a hanging rank hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
