@@ -217,12 +217,14 @@ class World:
             if task.state == "acting":
                 options.append(("finished", task_id))
         options += [("scored", number) for number in self.to_score]
+        # Leaving a step is collective: where one actor has left it with an update, all had trained on all that was theirs.
+        gives_up = self.abandon and self.step_outcome in (None, "abandoned")
         for rank in range(self.num_actors):
             # An actor works its micro-batches off in order; decoupled, each needs its log-probs.
             mine = [number for number, share in self.to_train.items() if share.rank == rank]
-            if mine and mine[0] not in self.to_score and not self.abandon:
+            if mine and mine[0] not in self.to_score and not gives_up:
                 options.append(("micro_batch", mine[0]))
-            if self.step_closed and rank not in self.step_left and (not mine or self.abandon):
+            if self.step_closed and rank not in self.step_left and (not mine or gives_up):
                 options.append(("trained", rank))
         # The shell answers an evaluation's order for groups long before the next sync is called.
         if self.sync is not None and not any(s.kind is TaskKind.EVAL for s in self.supplies):

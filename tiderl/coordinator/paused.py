@@ -255,7 +255,8 @@ class PausedTasks:
         if kept.renewal is None:
             return
         try:
-            await asyncio.wait_for(kept.renewal, self._request_s)
+            async with asyncio.timeout(self._request_s):
+                await kept.renewal
         except TimeoutError:
             bound = f"{self._request_s:g} s (timeouts.env_request_s)"
             logger.warning("%s: no answer to a renewal of its lease in %s; it leaves without one", kept, bound)

@@ -268,7 +268,9 @@ class ClientSocket:
             raise WireError(lost.result())
         _check_sizes(f"message of rank {self._rank}", frames, self._max_message_bytes)
         try:
-            await asyncio.wait_for(self._socket.send_multipart(list(frames)), timeout_s)
+            # Not `wait_for`: Python 3.11's forgets a cancellation that comes while the message goes out.
+            async with asyncio.timeout(timeout_s):
+                await self._socket.send_multipart(list(frames))
         except TimeoutError:
             raise WaitTimeout(
                 f"rank {self._rank}", f"{self._server} to read its messages", timeout_s, "timeouts.lost_s"

@@ -128,7 +128,8 @@ class WorkerProcess:
 
     async def _flush(self) -> None:
         try:
-            await asyncio.wait_for(self._outbox.join(), timeout=self._job.config.timeouts.heartbeat_s)
+            async with asyncio.timeout(self._job.config.timeouts.heartbeat_s):
+                await self._outbox.join()
         except TimeoutError:
             logger.warning("%d messages to the coordinator could not be sent", self._outbox.qsize())
 
@@ -162,7 +163,8 @@ class WorkerProcess:
         total = 0
         if self._role is not None:
             try:
-                total = await asyncio.wait_for(self._role.stop(), timeout=self._job.config.timeouts.shutdown_s)
+                async with asyncio.timeout(self._job.config.timeouts.shutdown_s):
+                    total = await self._role.stop()
             except (TimeoutError, TideError) as error:
                 logger.warning("the role could not be stopped in order: %r", error)
         self.emit(SecondsSpent(self._rank, self._meter.totals()))
