@@ -202,6 +202,8 @@ class RolloutSide:
         task.require(TaskState.FINISHED, event.rank)
         if task.in_turn:
             raise IllegalEvent(f"task {task.task_id} cannot finish in the middle of a turn")
+        if task.turn_seen < 0:
+            raise IllegalEvent(f"task {task.task_id} cannot finish before its first turn")
         self._require_count(task, event.generated_tokens, 0)
         self._require_growth(task, event.context_tokens)
         self.book.generated(task, event.generated_tokens)
